@@ -182,8 +182,7 @@ class State:
         ...], with the value of an empty slot. They are copied and counted too, and `fork` makes
         room in them.
     selects_without_own: True if `select` needs nothing that `append` keeps of the row's current
-    token.
-        Live decoding then appends the current token while the selected rows cross the link.
+    token. Live decoding then appends the current token while the selected rows cross the link.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
@@ -354,8 +353,7 @@ class Selection(NamedTuple):
         ignores it for a method that evicts, which reads all that it keeps.
     num_read: tokens read, mean over the KV heads, fp64, or int where all heads read the same
     number, [batch, rows]. side: part of an index that was read to find them, in tokens
-    (`Geometry.elements`), fp64 [batch, rows]; None for no
-        index.
+    (`Geometry.elements`), fp64 [batch, rows]; None for no index.
     bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite,
         fp32 [batch, num_kv_heads or 1, group or 1, rows, slots].
     rest: replacement for the tokens that are not read; None for no replacement.
@@ -373,9 +371,8 @@ class Rest(NamedTuple):
 
     share: [batch, num_kv_heads, group, rows]. value: [batch, num_kv_heads, 1 or group, rows,
     value_dim]; finite. log_mass: instead of a share, for a method that `WeighsRest`: logarithm of
-    the sum of exp(score) that these tokens
-        would have, fp32 like `share`; -inf for none. The share then follows from the scores of the
-        tokens read.
+    the sum of exp(score) that these tokens would have, fp32 like `share`; -inf for none. The share
+        then follows from the scores of the tokens read.
     """
 
     share: Tensor | None

@@ -10,8 +10,7 @@ The rule, and where it differs (made into docs/methods.md):
 **h2o**: a token's score is the attention it received, summed over all rows and the group. After the
 prompt and after each step, tokens of the least score leave until floor(`heavy_frac` · T) +
 floor(`recent_frac` · T) are left, or `kept_tokens`, half of them recent; the recent ones are safe.
-InfiniGen's artifact drops new tokens
-from the heavy set at once ([how to compare](paper.md)).
+InfiniGen's artifact drops new tokens from the heavy set at once ([how to compare](paper.md)).
 """
 
 from __future__ import annotations

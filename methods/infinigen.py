@@ -2,8 +2,8 @@
 the best tokens.
 
 This file follows the design of the paper, step by step:
-- Skewing, offline: per KV head, A = V of the SVD of the queries concentrates the
-  scores in few columns (`skewing`).
+- Skewing, offline: per KV head, A = V of the SVD of the queries concentrates the scores in few
+  columns (`skewing`).
 - Partial weights, after the prompt (prefill stage): the columns of largest magnitude are kept of
   every key (`choose_columns`, `InfiniGenState`).
 - Rehearsal and selection, in each step (decoding stage): while layer l - 1 computes, a query made

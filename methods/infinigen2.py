@@ -25,12 +25,12 @@ step. W_k is coded first, then the W_q that makes the most of it.
 
 **infinigen2-sampled** reads as many tokens, but not only the best ones. Let p be a token's
 estimated probability, summed over the group, times the distance of its value from the prompt's mean
-value. A byte a token holds that distance. Let u be the token's
-random number in (0, 1). The tokens with the largest p / u are read, and c is the largest p / u of
-the others. A token with p >= c counts once, and any other counts c / p times in the softmax, so
-that numerator and denominator of the attention are right on average for every query head (priority
-sampling). The numbers u are hashes of `seed`, layer, KV head and token. They stay the same from row
-to row, so that a GPU cache has most of what a step draws.
+value. A byte a token holds that distance. Let u be the token's random number in (0, 1). The tokens
+with the largest p / u are read, and c is the largest p / u of the others. A token with p >= c
+counts once, and any other counts c / p times in the softmax, so that numerator and denominator of
+the attention are right on average for every query head (priority sampling). The numbers u are
+hashes of `seed`, layer, KV head and token. They stay the same from row to row, so that a GPU cache
+has most of what a step draws.
 """
 
 from __future__ import annotations

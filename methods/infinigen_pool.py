@@ -2,12 +2,12 @@
 
 The rule, and where it differs (made into docs/methods.md):
 
-The **pool** of **infinigen-pool** holds `pool_tokens` tokens, or `pool_frac` of T,
-for each layer, sequence and KV head. A token that enters a full pool replaces one: the oldest
-(`pool_policy=fifo`), the one fetched longest ago (`lru`) or least often (`counter`), among the
-floor((1 - `protect_recent`) · capacity) oldest. `eviction=artifact` follows the artifact's
-simulation: a victim stays a candidate and stays the worst, so `lru` and `counter` evict the same
-token again and again. It frees no slot, so it can only be scored.
+The **pool** of **infinigen-pool** holds `pool_tokens` tokens, or `pool_frac` of T, for each layer,
+sequence and KV head. A token that enters a full pool replaces one: the oldest (`pool_policy=fifo`),
+the one fetched longest ago (`lru`) or least often (`counter`), among the floor((1 -
+`protect_recent`) · capacity) oldest. `eviction=artifact` follows the artifact's simulation: a
+victim stays a candidate and stays the worst, so `lru` and `counter` evict the same token again and
+again. It frees no slot, so it can only be scored.
 """
 
 from __future__ import annotations

@@ -14,16 +14,16 @@ configurations and the size of what stays were looked at, and no more.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**rocketkv** has a `budget` (0.2) as a share of the prompt, or `budget_tokens`. With
-c = prompt / budget and a = min(0.2 + 0.06 log2 c, 0.8), floor(prompt / c^a) tokens of the prompt
-stay: its last `window` (32), and the best by the attention from these, smoothed by a maximum
-`kernel` (63) wide. All that is generated stays. With c' = kept / budget, the tokens that a KV head
-keeps are cut in their order into chunks of min(floor c', ceil sqrt c') tokens, which have the
-elementwise minimum and maximum of their keys. A step takes the head_dim · chunk / c' channels in
-which |q|, summed over the group, is largest. In each it reads the chunks' maxima, or their minima
-where the group's sum of q is not positive. A chunk's score for a query head is the product with
-them, divided by the root of the share of |q| that the channels hold (SparQ's scale). A group adds
-its heads' probabilities. budget / 2 tokens of the best chunks are read, the last chunk in part.
+**rocketkv** has a `budget` (0.2) as a share of the prompt, or `budget_tokens`. With c = prompt /
+budget and a = min(0.2 + 0.06 log2 c, 0.8), floor(prompt / c^a) tokens of the prompt stay: its last
+`window` (32), and the best by the attention from these, smoothed by a maximum `kernel` (63) wide.
+All that is generated stays. With c' = kept / budget, the tokens that a KV head keeps are cut in
+their order into chunks of min(floor c', ceil sqrt c') tokens, which have the elementwise minimum
+and maximum of their keys. A step takes the head_dim · chunk / c' channels in which |q|, summed over
+the group, is largest. In each it reads the chunks' maxima, or their minima where the group's sum of
+q is not positive. A chunk's score for a query head is the product with them, divided by the root of
+the share of |q| that the channels hold (SparQ's scale). A group adds its heads' probabilities.
+budget / 2 tokens of the best chunks are read, the last chunk in part.
 
 - The prompt alone decides how many tokens stay and are read, chunk and channels. They do not
   change while tokens are generated. The authors' code has room for floor(T / c^a) tokens with

@@ -43,8 +43,8 @@ def sampled(score: Tensor, numbers: Tensor, count: Tensor) -> Sample:
     """Draw the `count` tokens with the largest score / number.
 
     score: fp32 [batch, sets, rows, slots], above 0 and finite, -inf for a token that may not be
-    read; numbers: in (0, 1), broadcast to it; count: int [batch, rows]. Where there
-    are no more than `count` tokens, all are read and count once. No device sync.
+    read; numbers: in (0, 1), broadcast to it; count: int [batch, rows]. Where there are no more
+    than `count` tokens, all are read and count once. No device sync.
     """
     ranked = score / numbers
     mask = largest(ranked, count)

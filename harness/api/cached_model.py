@@ -84,8 +84,8 @@ class CachedModel:
     which a prompt's cache has room where no `generate` says it: T = prompt + max_new_tokens, at
     most `max_length`. prefill_len: how many first tokens of a whole text are its prompt; None:
     whole texts are refused. max_length: the model's limit in tokens; None: none. tokenizer: finds
-    `stop_strings` where a call of `generate` gives none. The other fields are
-    those of `LiveSession`. usage: of the last `generate` or scored text; None before the first.
+    `stop_strings` where a call of `generate` gives none. The other fields are those of
+    `LiveSession`. usage: of the last `generate` or scored text; None before the first.
 
     Calls from several threads take turns. What it does not have itself is the model's: `device`,
     `config`, ...

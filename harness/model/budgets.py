@@ -216,10 +216,10 @@ class ReadStats:
     device, and of the share that local layers hold. pairs_read, pairs: (query, key) pairs, own
     token and prompt rows included, mean over the layers under the method. recall_sum: sum of
     attention_recall. evicted_sum: of a method that evicts, sum of the evicted tokens, mean over its
-    layers and KV heads; None of any other. link_sum, hit_sum: with a GPU cache, sums
-    of the share of the cache that crosses the link and of the selected rows that are there when a
-    layer selects; None elsewhere. rows_loaded: rows of a KV head that crossed the link there, by
-    layer, as methods count. constants: of the session, no sums.
+    layers and KV heads; None of any other. link_sum, hit_sum: with a GPU cache, sums of the share
+    of the cache that crosses the link and of the selected rows that are there when a layer selects;
+    None elsewhere. rows_loaded: rows of a KV head that crossed the link there, by layer, as methods
+    count. constants: of the session, no sums.
     """
 
     rows: float = 0.0

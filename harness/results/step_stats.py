@@ -13,9 +13,9 @@ tpot_p50_s, tpot_p95_s, tpot_p99_s, tpot_std_s: of the time per output token (TP
 link_utilisation: seconds in which the link was busy / seconds of the steps, mean over the links of
   several devices; None without a link.
 hit_rate: rows that were on the device when their layer selected them / rows read. 0 without a
-  GPU cache; None without a link. A row is of one token and KV head in a layer that
-  sees every token, dense layers included. Rows that have no place behind the link (windows, the
-  last tokens of a codec with `residual`, tokens that a method keeps itself) are not among them.
+  GPU cache; None without a link. A row is of one token and KV head in a layer that sees every
+  token, dense layers included. Rows that have no place behind the link (windows, the last tokens of
+  a codec with `residual`, tokens that a method keeps itself) are not among them.
 host_kv_bytes: of the cache in host memory; None where the driver moves it. device_kv_bytes: of the
   cache, method and buffers on the device, without pages that the driver moves. disk_kv_bytes: of
   the cache's file; disk_read_bytes: read there by the steps, in whole blocks. Both None without a

@@ -436,10 +436,9 @@ def generate(
 
     The rest of the context after the prompt is decoded teacher-forced, then each step decodes one
     row of every sequence. The model's generation config holds as in lm-eval's `HFLM`
-    (`GenerationRule`). tokenizer: spells tokens, to find the texts that end
-    an answer. on_answered: takes the number of requests answered since its last call. Raises
-    UserError where the method did not run on every decode row, or there was none; the full cache
-    needs none.
+    (`GenerationRule`). tokenizer: spells tokens, to find the texts that end an answer. on_answered:
+    takes the number of requests answered since its last call. Raises UserError where the method did
+    not run on every decode row, or there was none; the full cache needs none.
     """
     written: dict[int, Written] = {}
     reads = ReadStats()

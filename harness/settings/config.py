@@ -193,8 +193,8 @@ class PlatformConfig:
     weights_on_device: share of the decoder layers' weights that stays on the device; the rest
     crosses the link in each pass. device_gib: memory in GiB for weights and all else, of an
     emulated device on a CPU, or of a smaller CUDA card; None: all. host_gib: main memory of the
-    machine in GiB; None: as much as the system shows. disk_dir: a folder on the disk
-    of placement=disk; None: the results folder. sheet: of a machine that is modelled, its file in
+    machine in GiB; None: as much as the system shows. disk_dir: a folder on the disk of
+    placement=disk; None: the results folder. sheet: of a machine that is modelled, its file in
     `conf/platform`, for the cost model; None for one that runs.
     """
 

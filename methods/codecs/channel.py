@@ -7,9 +7,9 @@ The rule, and where it differs (made into docs/methods.md):
 
 **kivi**: keys share minimum and step per channel over `group_size` (32) consecutive tokens, values
 per token over 32 channels: 3 and 5 bits an element. The values of the last `residual` (128) tokens
-are exact. Keys stay exact until 128 are there, and are coded after the step
-that completes them. Its parts can be set apart, with methods that read all: `codec=int4
-value_codec=int2 key_groups=channel residual=128`.
+are exact. Keys stay exact until 128 are there, and are coded after the step that completes them.
+Its parts can be set apart, with methods that read all: `codec=int4 value_codec=int2
+key_groups=channel residual=128`.
 """
 
 from __future__ import annotations
