@@ -10,6 +10,8 @@ from torch import Tensor
 
 COMPILED = {"cuda"}
 """Kinds of devices that have Triton kernels."""
+ELEMENTS = 1024
+"""Slots or scores that a program of a kernel holds in registers at a time."""
 
 
 def kernels_for(tensor: Tensor) -> ModuleType | None:

@@ -38,7 +38,7 @@ def compiled(elements: int) -> Iterator[None]:
     """The kernels serve the tensors of these tests, in tiles of so many elements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(switch, "COMPILED", {DEVICE.type})
-        patch.setattr(kernels, "ELEMENTS", elements)
+        patch.setattr(switch, "ELEMENTS", elements)
         yield
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from methods.codecs.integers import IntegerCodec
-from methods.kernels import pack_row, width_of
+from methods.kernels.coded import pack_row, width_of
 
 ELEMENTS = 4096
 """Keys or values that an attention program has in registers at a time."""

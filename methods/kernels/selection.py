@@ -1,0 +1,316 @@
+"""Selection: two launches instead of about thirty. One program serves a query row of one set.
+
+The first kernel reduces the scores of a set's query heads to one. The second finds the least score
+that is taken, eight bits at a time, since fp32 numbers order as integers do, and takes all above
+it. A sample takes two launches more: one before the second kernel, which divides by the tokens'
+numbers, and one after it, which weighs what was drawn.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from methods import compiled
+from methods.base import QueryRows
+from methods.sampling import LASTING_BITS, mixed
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+"""Smaller values are hidden."""
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+@triton.jit(do_not_specialize=["slots", "alpha"])
+def _relative(
+    scores,
+    tokens,  # the position of each slot's token
+    positions, relative, within, alpha, slots, sets, rows, group,
+    batch_stride, set_stride,  # of `tokens`
+    HEADS: tl.constexpr,  # `group` rounded up
+    TILE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row, of_all = program % rows, program // rows
+    batch = of_all // sets
+    tokens += batch.to(tl.int64) * batch_stride + of_all % sets * set_stride
+    position = tl.load(positions + batch * rows + row)
+    head = tl.arange(0, HEADS)[:, None]
+    of_head = scores + ((of_all.to(tl.int64) * group + head) * rows + row) * slots
+    relative += program.to(tl.int64) * slots
+    best = tl.full((HEADS, TILE), float("-inf"), tl.float32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
+        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        best = tl.maximum(best, seen)
+    best = tl.max(best, 1)
+    best = tl.where(best == float("-inf"), 0.0, best)[:, None]
+    count = tl.zeros((TILE,), tl.int32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
+        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        nearest = tl.max(seen - best, 0)
+        tl.store(relative + slot, nearest, mask=slot < slots)
+        count += (nearest >= -alpha).to(tl.int32)
+    tl.store(within + program, tl.sum(count, 0))
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _summed_probs(
+    scores,
+    tokens,  # the position of each slot's token
+    positions, summed, slots, sets, rows, group,
+    batch_stride, set_stride,  # of `tokens`
+    HEADS: tl.constexpr,  # `group` rounded up
+    TILE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row, of_all = program % rows, program // rows
+    batch = of_all // sets
+    tokens += batch.to(tl.int64) * batch_stride + of_all % sets * set_stride
+    position = tl.load(positions + batch * rows + row)
+    head = tl.arange(0, HEADS)[:, None]
+    of_head = scores + ((of_all.to(tl.int64) * group + head) * rows + row) * slots
+    summed += program.to(tl.int64) * slots
+    best = tl.full((HEADS, TILE), LOWEST, tl.float32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
+        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        best = tl.maximum(best, seen)
+    best = tl.max(best, 1)[:, None]
+    total = tl.zeros((HEADS, TILE), tl.float32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
+        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        total += tl.exp(seen - best)
+    total = tl.sum(total, 1)[:, None]
+    total = tl.where(total > 0, total, 1.0)  # of no visible token, and of no head
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
+        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        of_slots = tl.maximum(tl.sum(tl.exp(seen - best) / total, 0), TINY)
+        tl.store(summed + slot, tl.where(visible, of_slots, float("-inf")), mask=slot < slots)
+
+
+@triton.jit
+def _mixed(numbers):
+    """As `methods.sampling.mixed`, of int64."""
+    for _ in tl.static_range(2):
+        numbers = ((numbers ^ (numbers >> 16)) & 0xFFFFFFFF) * 0x45D9F3B & 0xFFFFFFFF
+    return numbers ^ (numbers >> 16)
+
+
+@triton.jit(do_not_specialize=["slots", "salt", "layer"])
+def _ranked(
+    score,
+    tokens,  # the position of each slot's token
+    ranked,
+    salt,  # a hash of the seed
+    layer, slots, sets, rows,
+    batch_stride, set_stride,  # of `tokens`
+    NUMBERS: tl.constexpr,  # of which a token has one
+    TILE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    of_all = program // rows
+    batch, of_set = of_all // sets, of_all % sets
+    tokens += batch.to(tl.int64) * batch_stride + of_set * set_stride
+    turn = _mixed(of_set.to(tl.int64) + layer.to(tl.int64) * 65536)
+    score += program.to(tl.int64) * slots
+    ranked += program.to(tl.int64) * slots
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
+        turned = (_mixed(token + salt) + turn) & (NUMBERS - 1)
+        number = (turned.to(tl.float32) + 0.5) / NUMBERS
+        of_slots = tl.load(score + slot, mask=slot < slots, other=0)
+        tl.store(ranked + slot, of_slots / number, mask=slot < slots)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _log_weights(score, ranked, mask, found, slots, TILE: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64) * slots
+    left_out = tl.zeros((TILE,), tl.float32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        taken = tl.load(mask + program + slot, mask=slot < slots, other=1) != 0
+        of_slots = tl.load(ranked + program + slot, mask=~taken, other=0)
+        left_out = tl.maximum(left_out, of_slots)  # hidden tokens are below 0
+    border = tl.max(left_out, 0)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        taken = tl.load(mask + program + slot, mask=slot < slots, other=0) != 0
+        of_slots = tl.load(score + program + slot, mask=taken, other=1.0)
+        weight = tl.maximum(border / of_slots, 1.0)
+        tl.store(found + program + slot, tl.log(tl.where(taken, weight, 1.0)), mask=slot < slots)
+
+
+@triton.jit
+def _ordered(values):
+    """fp32 as unsigned integers of the same order, 0 for hidden values."""
+    bits = tl.where(values == 0, 0.0, values).to(
+        tl.uint32, bitcast=True
+    )  # zeros of either sign are equal
+    ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000)
+    return tl.where(values >= LOWEST, ordered, 0)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _take_largest(
+    values, within, whole, cached,
+    order,  # None: slots are taken as they lie
+    mask, taken, slots, sets, rows,
+    FRAC: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr,
+    MEAN_OF: tl.constexpr,  # sets whose mean `within`, rounded up, limits the count; 0: no limit
+):  # fmt: skip
+    program = tl.program_id(0)
+    row, batch = program % rows, program // rows // sets
+    count = (tl.load(whole + batch * rows + row).to(tl.float64) * tl.full((), FRAC, tl.float64)).to(
+        tl.int64
+    )
+    count = tl.minimum(tl.maximum(count, LEAST), tl.load(cached + batch * rows + row).to(tl.int64))
+    if MEAN_OF > 0:
+        one = tl.arange(0, MEAN_OF)
+        counts = tl.load(within + (batch * sets + one) * rows + row, mask=one < sets, other=0)
+        count = tl.minimum(count, tl.maximum(tl.sum(counts.to(tl.int64), 0) // sets, 1))
+    if program // rows % sets == 0:
+        tl.store(taken + batch * rows + row, count.to(tl.float64))
+
+    values += program.to(tl.int64) * slots
+    mask += program.to(tl.int64) * slots
+    wanted = count.to(tl.int32)  # of those that begin as `least` does, the largest so many
+    least = tl.zeros((), tl.uint32)
+    digit = tl.arange(0, 256)
+    for place in range(24, -1, -8):
+        number = tl.zeros((256,), tl.int32)
+        for start in range(0, slots, TILE):
+            slot = start + tl.arange(0, TILE)
+            ordered = _ordered(tl.load(values + slot, mask=slot < slots, other=float("-inf")))
+            alike = (ordered > 0) & ((ordered ^ least) >> place < 256)
+            number += tl.histogram((ordered >> place & 255).to(tl.int32), 256, mask=alike)
+        alike_in_all = tl.sum(number, 0)
+        wanted = tl.minimum(wanted, alike_in_all)
+        above = alike_in_all - tl.cumsum(number, 0)  # with a larger digit
+        found = (above < wanted) & (above + number >= wanted)
+        least |= tl.sum(tl.where(found, digit, 0), 0).to(tl.uint32) << place
+        wanted -= tl.sum(tl.where(found, above, 0), 0)
+
+    equal_before = 0
+    if order is not None:
+        order += (program // rows).to(tl.int64) * slots
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        within_row = slot < slots
+        if order is not None:
+            slot = tl.load(order + slot, mask=within_row, other=0)
+        ordered = _ordered(tl.load(values + slot, mask=within_row, other=float("-inf")))
+        equal = ((ordered == least) & (ordered > 0)).to(tl.int32)
+        rank = equal_before + tl.cumsum(equal, 0)
+        chosen = (ordered > least) | ((equal > 0) & (rank <= wanted))
+        tl.store(mask + slot, chosen & (count > 0), mask=within_row)
+        equal_before += tl.sum(equal, 0)
+
+
+def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Tensor]:
+    """Each set's r (see `Selecting.reduced`), -inf where a row sees no token, fp32 [batch, sets,
+    rows, slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
+
+    scores: [batch, sets, heads of a set, rows, slots]; those of slots that are not visible may be
+    anything.
+    """
+    batch, sets, group, num_rows, slots = scores.shape
+    tokens = rows.slot_positions
+    found = scores.new_empty((batch, sets, num_rows, slots), dtype=torch.float32)
+    within = scores.new_empty((batch, sets, num_rows), dtype=torch.int32)
+    heads = triton.next_power_of_2(group)
+    shape = (slots, sets, num_rows, group)
+    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
+    data = (scores.contiguous(), tokens, rows.positions.contiguous(), found, within, alpha)
+    tile = max(1, compiled.ELEMENTS // heads)
+    _relative[(batch * sets * num_rows,)](*data, *shape, *strides, HEADS=heads, TILE=tile)
+    return found, within
+
+
+def summed_probs(scores: Tensor, rows: QueryRows) -> Tensor:
+    """The probabilities of each set's heads, summed (`group=sum_probs`, see `Selecting.reduced`):
+    fp32 [batch, sets, rows, slots]. scores: as in `relative`."""
+    batch, sets, group, num_rows, slots = scores.shape
+    tokens = rows.slot_positions
+    summed = scores.new_empty((batch, sets, num_rows, slots), dtype=torch.float32)
+    heads = triton.next_power_of_2(group)
+    shape = (slots, sets, num_rows, group)
+    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
+    data = (scores.contiguous(), tokens, rows.positions.contiguous(), summed)
+    tile = max(1, compiled.ELEMENTS // heads)
+    _summed_probs[(batch * sets * num_rows,)](*data, *shape, *strides, HEADS=heads, TILE=tile)
+    return summed
+
+
+def ranked(score: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
+    """Score / number of each token, by which a sample is drawn (`methods.sampling`): fp32 [batch,
+    sets, rows, slots], like `score`."""
+    batch, sets, num_rows, slots = score.shape
+    tokens = rows.slot_positions
+    found = torch.empty_like(score)
+    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
+    shape = (slots, sets, num_rows)
+    _ranked[(batch * sets * num_rows,)](
+        score,
+        tokens,
+        found,
+        mixed(seed),
+        layer,
+        *shape,
+        *strides,
+        NUMBERS=2**LASTING_BITS,
+        TILE=compiled.ELEMENTS,
+    )
+    return found
+
+
+def log_weights(score: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
+    """As `methods.sampling.log_weights`."""
+    score, ranked, mask = score.contiguous(), ranked.contiguous(), mask.contiguous()
+    found = torch.empty_like(score)
+    grid = (score.numel() // max(1, score.shape[-1]),)
+    _log_weights[grid](score, ranked, mask, found, score.shape[-1], TILE=compiled.ELEMENTS)
+    return found
+
+
+def largest(
+    values: Tensor, within: Tensor | None = None, order: Tensor | None = None,
+    *, frac: float, least: int, whole: Tensor, cached: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Mask of each row's largest values, and their number, fp64 [batch, rows]. Equal values: the
+    lowest slots first.
+
+    values: fp32 [batch, sets, rows, slots], -inf where hidden. within: [batch, sets, rows]; its
+    mean over the sets, at least 1, bounds the number. The cap also does: floor(frac * whole), at
+    least `least`, at most `cached`. whole, cached: int [batch, rows]. order: int64 [batch, sets,
+    slots], the order of equal values; None: by slot.
+    """
+    batch, sets, num_rows, slots = values.shape
+    values = values.contiguous()
+    mask = torch.empty_like(values, dtype=torch.bool)
+    taken = values.new_empty((batch, num_rows), dtype=torch.float64)
+    order = None if order is None else order.contiguous()
+    mean_of = 0 if within is None else triton.next_power_of_2(sets)
+    given = (
+        values,
+        values if within is None else within,
+        whole.contiguous(),
+        cached.contiguous(),
+        order,
+    )
+    cap = {"FRAC": frac, "LEAST": least, "MEAN_OF": mean_of}
+    grid = (batch * sets * num_rows,)
+    _take_largest[grid](
+        *given, mask, taken, slots, sets, num_rows, **cap, TILE=compiled.ELEMENTS, num_warps=8
+    )
+    return mask, taken
