@@ -42,6 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Self
 
 import torch
@@ -248,21 +249,26 @@ class ScoreSelecting(Capped, Selecting):
         """Set by the cap alone: alpha becomes inf."""
         return replace(super().with_budget(frac), alpha=math.inf)
 
+    def kernels(self, scores: Tensor) -> ModuleType | None:
+        """The kernels that choose by these scores and leave them as they are; None where torch
+        chooses."""
+        fused = self.group in ("best", "sum_probs") and not self.num_sinks and not self.recent_frac
+        return kernels_for(scores) if fused else None
+
     def choose(
         self, scores: Tensor, rows: QueryRows, final: Tensor, geometry: Geometry,
         cached: Tensor | None = None, order: Tensor | None = None,
     ) -> Selection:  # fmt: skip
         """Each KV head's best tokens.
 
-        scores: [batch, num_kv_heads, group, rows, slots], scaled; overwritten. Those of slots that
-        are not visible may be anything. final: int [batch], T; cached: int [batch, rows], number of
-        visible tokens, if it is not the rows' position. order: int64 [batch, num_kv_heads, slots],
-        the order in which equal scores are taken; None: by slot.
+        scores: [batch, num_kv_heads, group, rows, slots], scaled; overwritten, but by `kernels`.
+        Those of slots that are not visible may be anything. final: int [batch], T; cached: int
+        [batch, rows], number of visible tokens, if it is not the rows' position. order: int64
+        [batch, num_kv_heads, slots], the order in which equal scores are taken; None: by slot.
         """
         cached = rows.positions if cached is None else cached
         alpha = ALPHA.get(geometry.family, ALPHA_OTHER) if self.alpha is None else self.alpha
-        fused = self.group in ("best", "sum_probs") and not self.num_sinks and not self.recent_frac
-        if fused and (kernels := kernels_for(scores)):
+        if kernels := self.kernels(scores):
             if self.group == "sum_probs":
                 relative, within = kernels.summed_probs(scores, rows), None
             else:

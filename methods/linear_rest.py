@@ -74,7 +74,7 @@ class LinearRestState(InfiniGen2State):
         self.unscored_key[layer] = (mean_key - indexed).to(key)
 
     def choose(self, layer: int, scores: Tensor, rows: QueryRows) -> Selection:
-        of_index = scores.clone()  # the choice overwrites its scores
+        of_index = scores if self.method.kernels(scores) else scores.clone()
         selection = super().choose(layer, scores, rows)
         return selection._replace(rest=self.estimated_rest(layer, of_index, selection, rows))
 
@@ -83,21 +83,39 @@ class LinearRestState(InfiniGen2State):
     ) -> Rest:
         """Mass and mean value of the visible tokens that a row does not read. scores: of the index,
         [batch, num_kv_heads, group, rows, slots]; overwritten."""
+        assert selection.mask is not None
+        log_mass, mean_partial = self.index_of_rest(layer, scores, selection.mask, rows)
+        predicted = self.predicted(mean_partial.flatten(2, 3), self.slope[layer])
+        value = predicted + self.intercept[layer]
+        return Rest(None, value.unflatten(2, mean_partial.shape[2:4]), log_mass)
+
+    def index_of_rest(
+        self, layer: int, scores: Tensor, read: Tensor, rows: QueryRows
+    ) -> tuple[Tensor, Tensor]:
+        """Of the visible tokens that a row does not read: the logarithm of the sum of exp(score),
+        [batch, num_kv_heads, group, rows], and the mean of their index by these weights, [...,
+        columns]. read: bool [batch, num_kv_heads, rows, slots]."""
+        softmax, slots = self.geometry.softmax(layer), slice(0, scores.shape[-1])
+        kernels = self.method.kernels(scores)
+        is_few = kernels is not None and scores.shape[2] * scores.shape[3] <= kernels.MOST_ROWS
+        if kernels and is_few and self.codec is not None and softmax.softcap is None:
+            keys = self.partial_keys[layer][:, :, slots]
+            given = scores, self.unscored_key[layer], read, rows, keys, self.codec
+            sizes = {"columns": self.columns, "scale": self.geometry.scale}
+            log_mass, mean_partial = kernels.index_of_rest(*given, **sizes)
+            return log_mass, mean_partial
         query = rows.query.unflatten(1, (-1, self.geometry.group)).float()
         unscored = self.unscored_key[layer].float().unsqueeze(2)
         scores += self.geometry.scale * (query * unscored).sum(-1, keepdim=True)
-        scores = self.geometry.softmax(layer).capped(scores)
+        scores = softmax.capped(scores)
         visible = rows.visible()
-        assert selection.mask is not None
-        is_rest = visible & ~selection.mask
+        is_rest = visible & ~read
         scores.masked_fill_(~is_rest.unsqueeze(2), -torch.inf)
         log_mass = scores.logsumexp(-1)
         weights = (scores - log_mass.unsqueeze(-1)).exp_().nan_to_num_(0.0)  # where nothing is left
-        slots = slice(0, scores.shape[-1])
         partial = self.index_numbers(layer, slots, visible.any(2))
         mean_partial = weights.flatten(2, 3) @ partial
-        value = self.predicted(mean_partial, self.slope[layer]) + self.intercept[layer].float()
-        return Rest(None, value.unflatten(2, query.shape[2:4]), log_mass)
+        return log_mass, mean_partial.unflatten(2, scores.shape[2:4])
 
     def query_side(self, layer: int) -> Tensor:
         """W_q as it is read, [batch, num_kv_heads, head_dim, columns]."""

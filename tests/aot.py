@@ -200,6 +200,23 @@ def launch_samples() -> None:
         log_weights(score, drawn, torch.empty(score.shape, dtype=torch.bool))
 
 
+def launch_rest() -> None:
+    """The unread tokens by a coded index, in a layer of OPT-13B and in one of grouped queries."""
+    from methods.coded_keys import room_for_keys
+    from methods.kernels import index_of_rest
+
+    for heads, group in ((40, 1), (8, 4)):
+        codec = IntegerCodec("int4", group_size=64)
+        room = room_for_keys(torch.empty(2, heads, 1, codec.row_bytes(64), dtype=torch.uint8), 2048)
+        for slots in SLOTS:
+            tokens, positions = torch.empty(2, 1, 2048, dtype=torch.int32), torch.empty(2, 1, dtype=torch.int32)
+            query = torch.empty(2, heads * group, 1, 128, dtype=torch.float16)
+            rows = QueryRows(query, positions, positions >= 0, tokens[..., :slots], positions, torch.Tensor)
+            scores, read = torch.empty(2, heads, group, 1, slots), torch.empty(2, heads, 1, slots, dtype=torch.bool)
+            unscored = torch.empty(2, heads, 1, 128, dtype=torch.float16)
+            index_of_rest(scores, unscored, read, rows, room[:, :, :slots], codec, columns=64, scale=0.1)
+
+
 # In the process of its own
 
 

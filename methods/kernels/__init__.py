@@ -8,6 +8,7 @@ TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
 
 from methods.kernels.coded import MOST_ROWS, coded_product, coded_scores, encode
 from methods.kernels.eviction import evict_least, place_own, use
+from methods.kernels.rest import index_of_rest
 from methods.kernels.selection import largest, log_weights, ranked, relative, summed_probs
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "coded_scores",
     "encode",
     "evict_least",
+    "index_of_rest",
     "largest",
     "log_weights",
     "place_own",

@@ -128,15 +128,15 @@ def _coded_scores(
             code = (code >> column // width * BITS) & ((1 << BITS) - 1)
             sums += of_query
             products += of_query[:, None] * code.to(tl.float32)[None, :]
-        lo = _half(keys + 4 * group * byte_stride, byte_stride, held)
-        step = _half(keys + (4 * group + 2) * byte_stride, byte_stride, held)
+        lo = load_half(keys + 4 * group * byte_stride, byte_stride, held)
+        step = load_half(keys + (4 * group + 2) * byte_stride, byte_stride, held)
         total += products * step[None, :] + sums[:, None] * lo[None, :]
     found = scores + (head * rows + row)[:, None] * slots + slot[None, :]
     tl.store(found, total, mask=(row < rows)[:, None] & held[None, :])
 
 
 @triton.jit
-def _half(low, byte_stride, held):
+def load_half(low, byte_stride, held):
     """The fp16 number whose low byte lies at `low`, in fp32."""
     word = tl.load(low, mask=held, other=0).to(tl.uint16)
     word |= tl.load(low + byte_stride, mask=held, other=0).to(tl.uint16) << 8
@@ -187,8 +187,8 @@ def _coded_product(
     side += head // heads * batch_stride + head % heads * head_stride + element * element_stride
     number = tl.load(states + (head * rows + row) * row_stride + element, mask=held, other=0)
     number = number.to(tl.float32)
-    base = tl.sum(number * _half(side, 1, held), 0)
-    scaled = number * _half(side + 2, 1, held)
+    base = tl.sum(number * load_half(side, 1, held), 0)
+    scaled = number * load_half(side + 2, 1, held)
     byte = tl.arange(0, WIDTH)
     codes = tl.load(
         side[:, None] + 4 + byte[None, :],

@@ -238,7 +238,17 @@ def test_a_layer_launches_few_kernels(gpu, label):
 
 
 @pytest.mark.parametrize(
-    "name", ["full", "kivi4", "infinigen2", "infinigen2-sampled+int8", "shadowkv", "snapkv+int8", "vattention"]
+    "name",
+    [
+        "full",
+        "kivi4",
+        "infinigen2",
+        "infinigen2-linear",
+        "infinigen2-sampled+int8",
+        "shadowkv",
+        "snapkv+int8",
+        "vattention",
+    ],
 )
 def test_advice_counts_what_a_step_launches(gpu, name):
     method, _, codec = name.partition("+")

@@ -200,6 +200,7 @@ def compiled() -> dict[Launches, list[Binary]]:
         aot.launch_attention: 89,
         aot.launch_methods: 90,
         aot.launch_samples: 80,
+        aot.launch_rest: 90,
     }
     asked = {launches: (arch,) for launches, arch in one_each.items()}
     return compile_launches({aot.launch_wide_moves: ARCHITECTURES} | asked)
@@ -232,6 +233,7 @@ def test_rows_are_moved_as_wide_as_they_allow_by_binaries_compiled_at_the_start(
         (aot.launch_attention, 5, 3, 128),
         (aot.launch_methods, 18, 9, 64),
         (aot.launch_samples, 9, 4, 64),
+        (aot.launch_rest, 8, 4, 160),
     ],
 )
 def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers(compiled, launches, times, kinds, registers):

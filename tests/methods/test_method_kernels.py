@@ -177,6 +177,44 @@ def test_scores_on_coded_keys_are_those_of_decoded_ones(case, bits, columns, beh
     torch.testing.assert_close(by_kernel, expected, atol=3e-5, rtol=1e-5)
 
 
+@QUICK
+@given(
+    case=shapes,
+    bits=st.sampled_from([2, 4, 8]),
+    columns=st.sampled_from([1, 7, 20]),
+    group_size=st.sampled_from([8, 64]),
+    elements=st.sampled_from([16, 64]),
+)
+def test_sums_over_unread_tokens_are_those_of_decoded_keys(case, bits, columns, group_size, elements):
+    generator, codec = torch.Generator().manual_seed(case["seed"]), IntegerCodec(f"int{bits}", group_size)
+    scores, rows, _ = make(case)
+    batch, heads, group, num_rows, slots = scores.shape
+    rows.query = torch.randn(batch, heads * group, num_rows, 12, generator=generator)
+    unscored = torch.randn(batch, heads, 1, 12, generator=generator)
+    packed = codec.encode(torch.randn(batch, heads, slots, columns, generator=generator) + 1)
+    keys = room_for_keys(packed, slots + 2).to(DEVICE)
+    keys[:, :, :slots] = packed.to(DEVICE)
+    read = torch.rand(batch, heads, num_rows, slots, generator=generator) < 0.3
+    lacking = (rows.query.unflatten(1, (heads, group)) * unscored.unsqueeze(2)).sum(-1, keepdim=True)
+    is_rest = (rows.visible() & ~read).unsqueeze(2)
+    whole = (scores + 0.3 * lacking).masked_fill(~is_rest, -math.inf)
+    weights = whole.softmax(-1).nan_to_num(0.0)  # where nothing is left
+    expected = weights.flatten(2, 3) @ codec.decode(packed, columns, torch.float32)
+    with compiled(elements):
+        log_mass, mean = kernels.index_of_rest(
+            scores.to(DEVICE),
+            unscored.to(DEVICE),
+            read.to(DEVICE),
+            rows_on_device(rows),
+            keys[:, :, :slots],
+            codec,
+            columns=columns,
+            scale=0.3,
+        )
+    torch.testing.assert_close(log_mass.cpu(), whole.logsumexp(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mean.cpu().flatten(2, 3), expected, atol=1e-4, rtol=1e-4)
+
+
 # Evictions
 
 GEOMETRY = Geometry(1, 4, 2, 8, 1.0, "opt")
@@ -321,6 +359,7 @@ def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, s
         ("infinigen-coded", "coded_scores"),
         ("infinigen2", "summed_probs"),
         ("infinigen-sampled", "log_weights"),
+        ("infinigen2-linear", "index_of_rest"),
     ],
 )
 def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypatch):
@@ -334,7 +373,7 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypat
         with compiled(64):
             got = live(attached, case, (6, 4), **options)
     assert served
-    rounding = 1e-4 if function == "log_weights" else 0.0  # logarithms differ in their last digit
+    rounding = 1e-4 if function in ("log_weights", "index_of_rest") else 0.0  # logarithms differ in their last digit
     torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=rounding)
 
 
