@@ -56,12 +56,14 @@ class Option:
     """A method of the board at a budget, in a place of `PLACES`, under the question's settings.
 
     board: its row there. asked: the question. step: of the cost model, with its capacity.
+    most_questions: of any row of the board.
     """
 
     board: TableRow
     place: str
     asked: RunConfig
     step: Step
+    most_questions: int
 
     @property
     def label(self) -> str:
@@ -128,6 +130,17 @@ class Option:
         return lost
 
     @property
+    def num_questions(self) -> int:
+        """Questions that it was asked, of all models of the board."""
+        count: int = self.board["num_questions"]
+        return count
+
+    @property
+    def was_asked_all(self) -> bool:
+        """Whether it was asked all questions of the board: some rows are of one model alone."""
+        return self.num_questions == self.most_questions
+
+    @property
     def why_not(self) -> str:
         """What of the question it does not meet; empty where it meets all."""
         return self.why_not_at(self.tpot_s)
@@ -139,6 +152,8 @@ class Option:
             return f"holds {self.users} users"
         if self.lost > asked.answers_lost:
             return f"loses {100 * self.lost:.1f} points"
+        if not self.was_asked_all:
+            return f"was asked {self.num_questions} of {self.most_questions} questions"
         if asked.tokens_per_s is not None and 1 / tpot_s < asked.tokens_per_s:
             return f"{1 / tpot_s:.1f} tokens/s for a user"
         if asked.ttft_s is not None and self.ttft_s[0] > asked.ttft_s:
@@ -169,12 +184,13 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
     found: list[Option] = []
     left: dict[str, str] = {}
     rows = board_rows(config.latency.prompt_len + config.latency.gen_len)
+    most_questions = max(row["num_questions"] or 0 for row in rows)
     for row in bar(rows, desc="advice", unit="row"):
         if lost_by(row) is None:
             left[row["label"]] = "nobody measured the answers that it loses"
             continue
         try:
-            found += _options(config, row)
+            found += _options(config, row, most_questions)
         except UserError as error:
             if row["method"] == "full":
                 raise
@@ -213,7 +229,7 @@ def reads_own_budget(row: TableRow) -> bool:
     return row["family"] in ("reads all", "codes")
 
 
-def _options(config: RunConfig, row: TableRow) -> Iterator[Option]:
+def _options(config: RunConfig, row: TableRow, most_questions: int) -> Iterator[Option]:
     """A row of the board in each place that its method has. Raises UserError for what cannot be
     known."""
     from harness.paper.costmodel.capacity import modelled_step
@@ -240,7 +256,7 @@ def _options(config: RunConfig, row: TableRow) -> Iterator[Option]:
         capacity = replace(config.capacity, hit_frac=hit_frac if has_cache else None)
         here = replace(made, **settings, capacity=capacity)
         step = modelled_step(here, weight_bits=config.advise.weight_bits)
-        yield Option(row, place, config, step)
+        yield Option(row, place, config, step, most_questions)
 
 
 def _key(row: TableRow) -> str:
@@ -262,7 +278,7 @@ def recommendation(options: Sequence[Option]) -> list[str]:
             other = min(by_graphs, key=lambda option: option.graph_tpot_s)
             speed = f"{1 / other.graph_tpot_s:.1f} tokens/s each"
             lines.append(f"By an engine with CUDA graphs: {_named(other)}, {speed}.")
-        nearest = max(options, key=lambda option: (option.served, -option.lost, -option.tpot_s))
+        nearest = max(options, key=_nearness)
         return [*lines, f"The nearest is {_named(nearest)}: {nearest.why_not}."]
     best = meeting[0]
     speed = f"{_each(best)} tokens/s for each of {best.served} and {_speed(best)} in all (modelled)"
@@ -272,6 +288,13 @@ def recommendation(options: Sequence[Option]) -> list[str]:
     )
     changes = [f"- {line}" for line in _changes(best, options, meeting)]
     return [first, "What would change it:", *changes]
+
+
+def _nearness(option: Option) -> tuple[Any, ...]:
+    """Larger for what serves more of the users, then for what loses no more answers than allowed
+    (as far as it was asked), then for the faster."""
+    is_allowed = option.was_asked_all and option.lost <= option.asked.advise.answers_lost
+    return option.served, is_allowed, -option.tpot_s
 
 
 def _changes(best: Option, options: Sequence[Option], meeting: Sequence[Option]) -> Iterator[str]:
@@ -361,6 +384,7 @@ COLUMNS: dict[str, Column] = {
     "host (GiB)": lambda option: _gib(option, "host"),
     RATIO.heading: lambda option: RATIO.show(option.board.get("ratio")),
     "answers lost (points)": lambda option: _points(option).removesuffix(" points"),
+    "questions": lambda option: str(option.num_questions),
 }
 
 
