@@ -278,7 +278,7 @@ def _bars(axes: Axes, values: pd.DataFrame) -> None:
 
 # Against the batch, and where memory ends
 
-WALL: Any = {"marker": "|", "markersize": 13, "markeredgewidth": 2.0}
+WALL: Any = {"marker": "|", "markersize": 13, "markeredgewidth": 2.0, "clip_on": False}
 MEMORY_NOTE = (
     "vertical bar: memory ends here; ring: first batch above the best rate of the full cache on "
     "the device (ideal, dotted line); cross: not one sequence fits"

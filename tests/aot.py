@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from harness.decode.memory import Tuning
-from methods.base import QueryRows
+from methods.base import QueryRows, Rest
 from methods.codecs.integers import IntegerCodec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,8 +150,16 @@ def launch(codec: IntegerCodec, dtype: torch.dtype, heads: int, num_kv_heads: in
 
 
 def launch_attention() -> None:
-    """A layer of OPT-13B."""
+    """A layer of OPT-13B, of integer codes, and of exact rows beside an estimate of those that are not read."""
+    from harness.decode.kernels.codes import attend
+
     launch(IntegerCodec("int4"), torch.float16, 40, 40, 128)
+    state = torch.empty(4, 40, 1, 128, dtype=torch.float16)
+    rest = Rest(None, torch.empty(4, 40, 1, 1, 128), torch.empty(4, 40, 1, 1))
+    for num_rows in NUM_ROWS:
+        rows = torch.empty(4, 40, num_rows + 1, 512, dtype=torch.uint8)[:, :, :num_rows]
+        visible = torch.empty(4, 40, 1, 1, num_rows, dtype=torch.bool)
+        attend(state, rows, (state, state), visible, None, 0.1, None, rest)
 
 
 def launch_methods() -> None:

@@ -171,8 +171,9 @@ class LayerCache:
     Derived from them: evicts: the method evicts tokens. names_rows: `select` runs before the fetch
     and decides what is fetched. is_predicted: a query of the layer is made in the previous layer.
     is_fused: attention is one fused call over the fetched rows with the own row behind them, since
-    rows are stored in the compute dtype and no method looks at their scores. attends_to_codes:
-    kernels attend to the coded rows as they are stored.
+    rows are stored in the compute dtype and no method looks at their scores or weighs an estimate
+    beside them. attends_by_kernels: kernels attend to the rows as they are stored, coded ones, or
+    exact ones beside an estimate.
     Set by `harness.decode.opening`: following: the next layer that fetches rows. earlier: state of
     the layer before, maybe on another device.
     Set in each step: last_query: [batch, heads, 1, head_dim], if the next step selects by it.
@@ -198,12 +199,15 @@ class LayerCache:
         self.names_rows = state is not None and policy.names_rows
         self.is_predicted = self.names_rows and policy.is_predicted
         self.appends_last = state is not None and state.selects_without_own
-        sees_scores = state is not None and (not self.names_rows or isinstance(method, WeighsRest))
+        sees_scores = state is not None and not self.names_rows
+        weighs_rest = state is not None and isinstance(method, WeighsRest)
         hides_scores = policy.softmax.is_plain and not sees_scores
-        codec = store.codec
+        codec, rows = store.codec, store.format
         stored = {FLOAT_DTYPES.get(codec.keys.name), FLOAT_DTYPES.get(codec.values.name)}
-        self.is_fused = hides_scores and stored == {store.format.dtype}
-        self.attends_to_codes = hides_scores and store.format.has_kernels(store.device)
+        self.is_fused = hides_scores and not weighs_rest and stored == {rows.dtype}
+        is_known = rows.has_kernels(store.device)
+        is_known |= weighs_rest and rows.is_known_exactly(store.device)
+        self.attends_by_kernels = hides_scores and is_known
         self.following: LayerCache | None = None
         self.earlier: State | None = None
         self.last_query: Tensor | None = None

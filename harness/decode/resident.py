@@ -125,7 +125,7 @@ class ResidualCache(LayerCache):
         fetcher: Fetcher,
     ) -> None:
         super().__init__(policy, share, store, None, method, fetcher)
-        self.is_fused = self.attends_to_codes = False  # the ring lies between
+        self.is_fused = self.attends_by_kernels = False  # the ring lies between
         self.codec = codec
         self.ring_rows = self.num_ring_rows(codec)
         heads, row_format = (store.batch, store.num_kv_heads), store.format

@@ -100,8 +100,8 @@ class DecodeStep(Handler):
         # Attend, and write the own row back.
         if cache.is_fused:
             output = self._attend_fused(cache, fetch, query, own)
-        elif cache.attends_to_codes:
-            output = self._attend_to_codes(cache, fetch, query, own)
+        elif cache.attends_by_kernels:
+            output = self._attend_by_kernels(cache, fetch, query, own)
         else:
             output = self._attend_by_scores(cache, fetch, query, own)
         if cache.state is None and cache.policy.kind == "method":  # it reads everything
@@ -217,17 +217,23 @@ class DecodeStep(Handler):
             return self.bias_of_columns.get(key)
         return _new_bias(cache, query, fetch.bias, cache.visible(fetch))
 
-    def _attend_to_codes(
+    def _attend_by_kernels(
         self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue
     ) -> Tensor:
-        """Kernels decode the rows as they go."""
+        """Kernels decode coded rows as they go, and weigh an estimate beside the rows."""
         from harness.decode.kernels import codes as kernels
 
+        rest = self.rest.get(cache)
+        if rest is not None and rest.log_mass is not None:
+            del self.rest[cache]
+        else:
+            rest = None  # it has a share of the output
         codec, visible = cache.store.codec, cache.visible(fetch)
-        assert isinstance(codec, IntegerCodec)
         of_group = None if visible is None else visible.unsqueeze(2)
         scale = cache.policy.softmax.scale
-        output = kernels.attend(query, fetch.cached, own, of_group, fetch.bias, scale, codec)
+        coded_by = codec if isinstance(codec, IntegerCodec) else None
+        rows = fetch.cached
+        output = kernels.attend(query, rows, own, of_group, fetch.bias, scale, coded_by, rest)
         cache.keep_own(*own)
         return output
 

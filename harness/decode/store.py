@@ -131,10 +131,16 @@ class RowFormat:
 
     def has_kernels(self, device: torch.device) -> TypeGuard[IntegerCodec]:
         """True if kernels take rows of this format: keys and values coded alike."""
-        codec = self.codec
-        has_one_size = not self.values_in_keys and self._value_size == self.head_dim
-        is_plain = isinstance(codec, IntegerCodec) and codec.is_plain
-        return is_plain and has_one_size and device.type in compiled.COMPILED
+        is_plain = isinstance(self.codec, IntegerCodec) and self.codec.is_plain
+        return is_plain and self._has_one_size and device.type in compiled.COMPILED
+
+    def is_known_exactly(self, device: torch.device) -> bool:
+        """True if kernels attend to rows of this format, which are stored as they are computed."""
+        return self.is_exact and self._has_one_size and device.type in compiled.COMPILED
+
+    @property
+    def _has_one_size(self) -> bool:
+        return not self.values_in_keys and self._value_size == self.head_dim
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """Keys and values [batch, num_kv_heads, n, size] as packed rows [batch, num_kv_heads, n,

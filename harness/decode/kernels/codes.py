@@ -1,5 +1,6 @@
 """Rows of integer codes in Triton: packed by one kernel instead of some thirty launches, and
-attended to by two instead of some sixty.
+attended to by two instead of some sixty. Exact rows are attended to likewise, where an estimate
+stands for the tokens that are not read: the fused call does not tell its denominator.
 
 The codes of a row are bytes [segments, segment], a segment being what lies in one group and one bit
 plane; its elements are [planes, segments, segment] in that order, each axis rounded up to a power
@@ -8,9 +9,10 @@ of two. Rows are packed and decoded as `methods.codecs` says, bit for bit.
 Attention: a program serves one query head and one of the parts into which the rows are split. It
 decodes a tile of rows in registers and attends to it; each row of the tile has a running softmax of
 its own, so nothing is reduced over rows before the last tile. A second kernel joins the parts with
-the step's own row, which is exact. Query heads of a group decode the same rows, from the cache,
-each for itself. How many rows there are is not known at compile time, and the number of parts does
-not depend on it. With TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
+the step's own row, which is exact, and with the estimate. Query heads of a group decode the same
+rows, from the cache, each for itself. How many rows there are is not known at compile time, and the
+number of parts does not depend on it. With TRITON_INTERPRET=1 set before the import the kernels run
+on CPU tensors.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from methods.base import Rest
 from methods.codecs.integers import IntegerCodec
 from methods.kernels.coded import pack_row, width_of
 
@@ -28,6 +31,8 @@ ELEMENTS = 4096
 PROGRAMS = 1024
 """Least number of attention programs, unless that takes more than MAX_SPLITS parts."""
 MAX_SPLITS = 32
+EXACT = tl.constexpr(0)
+"""In place of BITS: rows are elements of the compute dtype."""
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Where a running maximum begins: finite, so that its differences are numbers."""
 
@@ -43,15 +48,21 @@ def segment_of(head_dim: int, bits: int, group_size: int) -> int:
 
 @triton.jit
 def element_of_lane(HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Which element of a row each lane of it holds, [planes, segments, segment]; HEAD_DIM for
-    none."""
-    width: tl.constexpr = width_of(HEAD_DIM, BITS)
-    segment: tl.constexpr = segment_of(HEAD_DIM, BITS, GROUP_SIZE)
-    plane = tl.arange(0, 8 // BITS)[:, None, None]
-    first = tl.arange(0, triton.next_power_of_2(width // segment))[None, :, None] * segment
-    at = tl.arange(0, triton.next_power_of_2(segment))[None, None, :]
-    element = plane * width + first + at
-    return tl.where((at < segment) & (first < width) & (element < HEAD_DIM), element, HEAD_DIM)
+    """Which element of a row each lane of it holds, [planes, segments, segment], of exact rows
+    [1, 1, elements]; HEAD_DIM for none."""
+    if BITS == EXACT:
+        element = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, None, :]
+        return tl.minimum(element, HEAD_DIM)
+    else:
+        width: tl.constexpr = width_of(HEAD_DIM, BITS)
+        segment: tl.constexpr = segment_of(HEAD_DIM, BITS, GROUP_SIZE)
+        segments: tl.constexpr = triton.next_power_of_2(width // segment)
+        plane = tl.arange(0, 8 // BITS)[:, None, None]
+        first = tl.arange(0, segments)[None, :, None] * segment
+        at = tl.arange(0, triton.next_power_of_2(segment))[None, None, :]
+        element = plane * width + first + at
+        held = (at < segment) & (first < width) & (element < HEAD_DIM)
+        return tl.where(held, element, HEAD_DIM)
 
 
 @triton.jit
@@ -67,24 +78,29 @@ def decoded(
 
     packed, seen: where each row's begin, and whether it is read.
     """
-    width: tl.constexpr = width_of(HEAD_DIM, BITS)
-    segment: tl.constexpr = segment_of(HEAD_DIM, BITS, GROUP_SIZE)
-    meta_bytes: tl.constexpr = 4 * ((HEAD_DIM + GROUP_SIZE - 1) // GROUP_SIZE)
-    packed, seen = packed[:, None, None, None], seen[:, None, None, None]
-    plane = tl.arange(0, 8 // BITS)[None, :, None, None]
-    first = tl.arange(0, triton.next_power_of_2(width // segment))[None, None, :, None] * segment
-    at = tl.arange(0, triton.next_power_of_2(segment))[None, None, None, :]
-    codes = tl.load(
-        packed + meta_bytes + first + at, mask=seen & (at < segment) & (first < width), other=0
-    )
-    codes = ((codes.to(tl.int32) >> plane * BITS) & ((1 << BITS) - 1)).to(tl.float32)
-    group = (plane * width + first) // GROUP_SIZE * 2
-    meta = packed.to(tl.pointer_type(tl.float16))
-    used = seen & (first < width) & (plane * width + first < HEAD_DIM)
-    lo = tl.load(meta + group, mask=used, other=0).to(tl.float32).to(DTYPE).to(tl.float32)
-    step = tl.load(meta + group + 1, mask=used, other=0).to(tl.float32).to(DTYPE).to(tl.float32)
-    values = ((codes * step).to(DTYPE).to(tl.float32) + lo).to(DTYPE).to(tl.float32)
-    return values.reshape(values.shape[0], values.numel // values.shape[0])
+    if BITS == EXACT:
+        at = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
+        elements = packed.to(tl.pointer_type(DTYPE))[:, None] + at
+        return tl.load(elements, mask=seen[:, None] & (at < HEAD_DIM), other=0).to(tl.float32)
+    else:
+        width: tl.constexpr = width_of(HEAD_DIM, BITS)
+        segment: tl.constexpr = segment_of(HEAD_DIM, BITS, GROUP_SIZE)
+        segments: tl.constexpr = triton.next_power_of_2(width // segment)
+        meta_bytes: tl.constexpr = 4 * ((HEAD_DIM + GROUP_SIZE - 1) // GROUP_SIZE)
+        packed, seen = packed[:, None, None, None], seen[:, None, None, None]
+        plane = tl.arange(0, 8 // BITS)[None, :, None, None]
+        first = tl.arange(0, segments)[None, None, :, None] * segment
+        at = tl.arange(0, triton.next_power_of_2(segment))[None, None, None, :]
+        held = seen & (at < segment) & (first < width)
+        codes = tl.load(packed + meta_bytes + first + at, mask=held, other=0)
+        codes = ((codes.to(tl.int32) >> plane * BITS) & ((1 << BITS) - 1)).to(tl.float32)
+        group = (plane * width + first) // GROUP_SIZE * 2
+        meta = packed.to(tl.pointer_type(tl.float16))
+        used = seen & (first < width) & (plane * width + first < HEAD_DIM)
+        lo = tl.load(meta + group, mask=used, other=0).to(tl.float32).to(DTYPE).to(tl.float32)
+        step = tl.load(meta + group + 1, mask=used, other=0).to(tl.float32).to(DTYPE).to(tl.float32)
+        values = ((codes * step).to(DTYPE).to(tl.float32) + lo).to(DTYPE).to(tl.float32)
+        return values.reshape(values.shape[0], values.numel // values.shape[0])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -241,6 +257,8 @@ def _join_parts(
     weights,
     sums,
     output,
+    log_mass,  # of what was not read; None: nothing stands for it
+    rest,  # its mean value
     scale,
     heads,
     group,
@@ -267,11 +285,19 @@ def _join_parts(
     part = head * SPLITS + tl.arange(0, SPLITS)
     best = tl.load(best_scores + part)
     highest = tl.maximum(tl.max(best, 0), own_score)
+    if log_mass is not None:
+        of_rest = tl.load(log_mass + head)
+        highest = tl.maximum(highest, of_rest)
     kept, own_weight = tl.exp(best - highest), tl.exp(own_score - highest)
     weight = tl.sum(tl.load(weights + part) * kept, 0) + own_weight
     at_sums = sums + part.to(tl.int64)[:, None] * HEAD_DIM + element[None, :]
     total = tl.sum(tl.load(at_sums, mask=held[None, :], other=0) * kept[:, None], 0)
     total += own_weight * tl.load(at_value, mask=held, other=0).to(tl.float32)
+    if log_mass is not None:
+        rest_weight = tl.exp(of_rest - highest)
+        at_rest = rest + head.to(tl.int64) * HEAD_DIM + element
+        total += rest_weight * tl.load(at_rest, mask=held, other=0).to(tl.float32)
+        weight += rest_weight
     tl.store(output + head.to(tl.int64) * HEAD_DIM + element, total / weight, mask=held)
 
 
@@ -282,14 +308,17 @@ def attend(
     visible: Tensor | None,
     bias: Tensor | None,
     scale: float,
-    codec: IntegerCodec,
+    codec: IntegerCodec | None,
+    rest: Rest | None = None,
 ) -> Tensor:
-    """Attention of one row over cached rows of integer codes and its own.
+    """Attention of one row over cached rows and its own.
 
     query: [batch, heads, 1, head_dim]; rows: the cached ones, packed, uint8 [batch, num_kv_heads,
     n, slot_bytes], contiguous in a head; own: key and value [batch, num_kv_heads, 1, head_dim];
     visible: bool [batch, 1 or num_kv_heads, 1 or group, 1, n], None for all; bias: added to the
-    scores, fp32 alike. Returns [batch, num_kv_heads, group, 1, head_dim].
+    scores, fp32 alike. codec: of the rows; None: they are elements of the query's dtype. rest: what
+    stands for the tokens that are not read, with a log-mass. Returns [batch, num_kv_heads, group,
+    1, head_dim].
     """
     query, own_key, own_value = _in_rows(query), _in_rows(own[0]), _in_rows(own[1])
     (batch, heads, _, head_dim), (num_kv_heads, num_rows, slot_bytes) = query.shape, rows.shape[1:]
@@ -301,6 +330,17 @@ def attend(
     group, lanes = heads // num_kv_heads, triton.next_power_of_2(head_dim)
     sizes = (heads, group, *query.stride()[:2])
     of_rows = (batch, num_kv_heads, group)
+    log_mass, of_rest = None, None
+    if rest is not None:
+        assert rest.log_mass is not None
+        log_mass = rest.log_mass.contiguous()
+        of_rest = rest.value.expand(*of_rows, 1, head_dim).contiguous()
+    key_bytes = head_dim * query.element_size() if codec is None else codec.row_bytes(head_dim)
+    row_of = {
+        "HEAD_DIM": head_dim,
+        "BITS": EXACT.value if codec is None else codec.bits,
+        "GROUP_SIZE": 1 if codec is None else codec.group_size,
+    }
     _attend_to_parts[(batch * heads * splits,)](
         query,
         rows,
@@ -316,10 +356,8 @@ def attend(
         *_strides(visible, *of_rows),
         *_strides(bias, *of_rows),
         SLOT_BYTES=slot_bytes,
-        KEY_BYTES=codec.row_bytes(head_dim),
-        HEAD_DIM=head_dim,
-        BITS=codec.bits,
-        GROUP_SIZE=codec.group_size,
+        KEY_BYTES=key_bytes,
+        **row_of,
         SPLITS=splits,
         TILE=max(1, ELEMENTS // lanes),
     )
@@ -332,6 +370,8 @@ def attend(
         weights,
         sums,
         output,
+        log_mass,
+        of_rest,
         scale,
         *sizes,
         *own_key.stride()[:2],
