@@ -217,14 +217,12 @@ class SampledRest(Capped):
         """As many tokens as the cap says, and the logarithms of their weights as a bias.
 
         scores: as for `ScoreSelecting.choose`; final: int [batch], T. distances: factors of the
-        tokens' score, fp32 [batch, num_kv_heads, slots], above 0; None: all are 1. The layer
-        decides the random numbers.
+        tokens' score, as `coded_distances` codes them, [batch, num_kv_heads, slots]; None: all are
+        1. The layer decides the random numbers.
         """
         cached = rows.positions
         if kernels := kernels_for(scores):
-            score = kernels.summed_probs(scores, rows)
-            if distances is not None:
-                score = score * distances.unsqueeze(2)
+            score = kernels.summed_probs(scores, rows, distances)
             ranked = kernels.ranked(score, rows, self.seed, layer)
             frac, least, whole = self.limits(cached, final)
             mask, num_read = kernels.largest(
@@ -234,7 +232,7 @@ class SampledRest(Capped):
         hide(scores, rows)
         score = summed_probs(scores)
         if distances is not None:
-            score *= distances.unsqueeze(2)
+            score *= decoded_distances(distances).unsqueeze(2)
         numbers = lasting_numbers(self.seed, layer, rows, score.shape[1])
         count = self.cap(cached, final)
         sample = sampled(score, numbers, count)
@@ -268,11 +266,15 @@ class InfiniGen2SampledState(InfiniGen2State):
         self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
     ) -> None:
         super().append(layer, key, value, positions, slots)
-        distances = (value.float() - self.mean_value[layer].float()).norm(dim=-1)
-        self.distances[layer][:, :, slots] = coded_distances(distances)
+        mean, codes = self.mean_value[layer], self.distances[layer][:, :, slots]
+        kernels = kernels_for(value)
+        if kernels and value.shape[2] <= kernels.MOST_ROWS:
+            kernels.code_distances(value, mean, codes)
+        else:
+            codes.copy_(coded_distances((value.float() - mean.float()).norm(dim=-1)))
 
     def choose(self, layer: int, scores: Tensor, rows: QueryRows) -> Selection:
-        distances = decoded_distances(self.distances[layer][..., : scores.shape[-1]])
+        distances = self.distances[layer][..., : scores.shape[-1]]
         return self.method.draw(layer, scores, rows, self.lengths.final, distances)
 
     def index_size(self, layer: int) -> tuple[float, float]:

@@ -192,7 +192,7 @@ def launch_methods() -> None:
 def launch_samples() -> None:
     """A weighted sample, coded partial keys, and products with coded projections, in a layer of OPT-13B: of several
     rows, then of steps."""
-    from methods.kernels import MOST_ROWS, coded_product, encode, log_weights, ranked
+    from methods.kernels import MOST_ROWS, code_distances, coded_product, encode, log_weights, ranked, summed_probs
 
     codec = IntegerCodec("int4", group_size=64)
     for num_rows in (1, 2048):
@@ -203,7 +203,10 @@ def launch_samples() -> None:
     for slots in SLOTS:
         tokens, positions = torch.empty(2, 1, 2048, dtype=torch.int32), torch.empty(2, 1, dtype=torch.int32)
         rows = QueryRows(tokens, positions, positions >= 0, tokens[..., :slots], positions, torch.Tensor)
-        score = torch.empty(2, 40, 1, slots)
+        distances = torch.empty(2, 40, 2048, dtype=torch.uint8)
+        value = torch.empty(2, 40, 1, 128, dtype=torch.float16)
+        code_distances(value, value, distances[:, :, slots - 1 : slots])
+        score = summed_probs(torch.empty(2, 40, 1, 1, slots), rows, distances[..., :slots])
         drawn = ranked(score, rows, seed=0, layer=3)
         log_weights(score, drawn, torch.empty(score.shape, dtype=torch.bool))
 

@@ -9,10 +9,18 @@ TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
 from methods.kernels.coded import MOST_ROWS, coded_product, coded_scores, encode
 from methods.kernels.eviction import evict_least, place_own, use
 from methods.kernels.rest import index_of_rest
-from methods.kernels.selection import largest, log_weights, ranked, relative, summed_probs
+from methods.kernels.selection import (
+    code_distances,
+    largest,
+    log_weights,
+    ranked,
+    relative,
+    summed_probs,
+)
 
 __all__ = [
     "MOST_ROWS",
+    "code_distances",
     "coded_product",
     "coded_scores",
     "encode",

@@ -3,7 +3,8 @@
 The first kernel reduces the scores of a set's query heads to one. The second finds the least score
 that is taken, eight bits at a time, since fp32 numbers order as integers do, and takes all above
 it. A sample takes two launches more: one before the second kernel, which divides by the tokens'
-numbers, and one after it, which weighs what was drawn.
+numbers, and one after it, which weighs what was drawn. Distances of values, by which it weighs
+tokens, are decoded in the first kernel, and coded by one of their own in place of eleven launches.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from methods import compiled
 from methods.base import QueryRows
+from methods.kernels.coded import TO_WHOLE
 from methods.sampling import LASTING_BITS, mixed
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Smaller values are hidden."""
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+STEPS = tl.constexpr(8)
+"""As `methods.infinigen2.STEPS_OF_TWO`."""
 
 
 @triton.jit(do_not_specialize=["slots", "alpha"])
@@ -58,12 +62,14 @@ def _relative(
     tl.store(within + program, tl.sum(count, 0))
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "distance_batch_stride", "distance_head_stride"])
 def _summed_probs(
     scores,
     tokens,  # the position of each slot's token
     positions, summed, slots, sets, rows, group,
     batch_stride, set_stride,  # of `tokens`
+    distances,  # of the tokens' values, coded; None: all are 1
+    distance_batch_stride, distance_head_stride,
     HEADS: tl.constexpr,  # `group` rounded up
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +101,32 @@ def _summed_probs(
         visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
         seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
         of_slots = tl.maximum(tl.sum(tl.exp(seen - best) / total, 0), TINY)
+        if distances is not None:
+            at = distances + batch.to(tl.int64) * distance_batch_stride
+            at += (of_all % sets).to(tl.int64) * distance_head_stride
+            code = tl.load(at + slot, mask=slot < slots, other=0).to(tl.float32)
+            of_slots *= tl.exp2(code / STEPS)
         tl.store(summed + slot, tl.where(visible, of_slots, float("-inf")), mask=slot < slots)
+
+
+@triton.jit(do_not_specialize_on_alignment=["codes"])  # the slot moves from step to step
+def _code_distances(
+    values, means, codes, heads, rows,
+    value_batch_stride, value_head_stride, value_row_stride,
+    code_batch_stride, code_head_stride,
+    VALUE_DIM: tl.constexpr, ELEMENTS_OF_VALUE: tl.constexpr,  # VALUE_DIM rounded up
+):  # fmt: skip
+    row, of_all = tl.program_id(0) % rows, (tl.program_id(0) // rows).to(tl.int64)
+    batch, head = of_all // heads, of_all % heads
+    element = tl.arange(0, ELEMENTS_OF_VALUE)
+    held = element < VALUE_DIM
+    values += batch * value_batch_stride + head * value_head_stride + row * value_row_stride
+    value = tl.load(values + element, mask=held, other=0).to(tl.float32)
+    mean = tl.load(means + of_all * VALUE_DIM + element, mask=held, other=0).to(tl.float32)
+    distance = tl.sqrt(tl.sum((value - mean) * (value - mean), 0))
+    steps = tl.log2(tl.maximum(distance, 2.0**-16)) * STEPS + TO_WHOLE - TO_WHOLE
+    code = tl.minimum(steps + 128, 255)
+    tl.store(codes + batch * code_batch_stride + head * code_head_stride + row, code.to(tl.uint8))
 
 
 @triton.jit
@@ -237,9 +268,10 @@ def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Ten
     return found, within
 
 
-def summed_probs(scores: Tensor, rows: QueryRows) -> Tensor:
+def summed_probs(scores: Tensor, rows: QueryRows, distances: Tensor | None = None) -> Tensor:
     """The probabilities of each set's heads, summed (`group=sum_probs`, see `Selecting.reduced`):
-    fp32 [batch, sets, rows, slots]. scores: as in `relative`."""
+    fp32 [batch, sets, rows, slots]. scores: as in `relative`. distances: their factors, coded as by
+    `methods.infinigen2.coded_distances`, uint8 [batch, sets, slots]."""
     batch, sets, group, num_rows, slots = scores.shape
     tokens = rows.slot_positions
     summed = scores.new_empty((batch, sets, num_rows, slots), dtype=torch.float32)
@@ -247,9 +279,32 @@ def summed_probs(scores: Tensor, rows: QueryRows) -> Tensor:
     shape = (slots, sets, num_rows, group)
     strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), summed)
+    coded = (distances, *(distances.stride()[:2] if distances is not None else (0, 0)))
     tile = max(1, compiled.ELEMENTS // heads)
-    _summed_probs[(batch * sets * num_rows,)](*data, *shape, *strides, HEADS=heads, TILE=tile)
+    grid = (batch * sets * num_rows,)
+    _summed_probs[grid](*data, *shape, *strides, *coded, HEADS=heads, TILE=tile)
     return summed
+
+
+def code_distances(values: Tensor, means: Tensor, codes: Tensor) -> None:
+    """Write how far values lie from their head's mean, as `methods.infinigen2.coded_distances`.
+
+    values: [batch, num_kv_heads, rows, value_dim]; means: [batch, num_kv_heads, 1, value_dim];
+    codes: uint8 [batch, num_kv_heads, rows], overwritten.
+    """
+    batch, heads, num_rows, value_dim = values.shape
+    values = values if values.stride(-1) == 1 else values.contiguous()
+    _code_distances[(batch * heads * num_rows,)](
+        values,
+        means.contiguous(),
+        codes,
+        heads,
+        num_rows,
+        *values.stride()[:3],
+        *codes.stride()[:2],
+        VALUE_DIM=value_dim,
+        ELEMENTS_OF_VALUE=triton.next_power_of_2(value_dim),
+    )
 
 
 def ranked(score: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:

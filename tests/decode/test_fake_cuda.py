@@ -192,7 +192,7 @@ BUDGETS = {
     "infinigen+int4": (18, 30),
     "infinigen2": (37, 34),
     "infinigen2+rows": (37, 34),
-    "infinigen2-sampled": (58, 55),
+    "infinigen2-sampled": (43, 40),
     "infinigen (device)": (18, 35),
     "pool": (18, 42),
 }

@@ -19,7 +19,7 @@ from methods.base import EMPTY, Geometry, Lengths, QueryRows
 from methods.codecs.integers import IntegerCodec
 from methods.coded_keys import room_for_keys
 from methods.h2o import H2O
-from methods.infinigen2 import coded_product
+from methods.infinigen2 import coded_distances, coded_product
 from methods.infinigen_pool import SATURATED, InfiniGenPool
 from methods.oracle import Oracle, OracleSampled
 from methods.selection import largest
@@ -140,15 +140,18 @@ def test_summed_probabilities_are_those_of_the_torch_code(case, elements):
 
 
 @QUICK
-@given(case=shapes, elements=st.sampled_from([16, 64]))
-def test_samples_are_those_of_the_torch_code(case, elements):
+@given(case=shapes, elements=st.sampled_from([16, 64]), far=st.booleans())
+def test_samples_are_those_of_the_torch_code(case, elements, far):
     """A token whose score / number is that of another up to rounding may be drawn in its place."""
     scores, rows, final = make({**case, "ties": False})
     method = OracleSampled(budget=0.3, seed=case["seed"])
-    expected = method.draw(5, scores.clone(), rows, final)
+    codes = torch.randint(0, 256, (*scores.shape[:2], scores.shape[-1] + 1), dtype=torch.uint8)[..., :-1]
+    distances = codes if far else None
+    expected = method.draw(5, scores.clone(), rows, final, distances)
     with compiled(elements):
         on_gpu = rows_on_device(rows)
-        got = method.draw(5, scores.to(DEVICE), on_gpu, final.to(DEVICE))
+        distances = codes.to(DEVICE) if far else None
+        got = method.draw(5, scores.to(DEVICE), on_gpu, final.to(DEVICE), distances)
     assert torch.equal(got.num_read.cpu(), expected.num_read)
     assert torch.equal(got.mask.cpu(), expected.mask)
     torch.testing.assert_close(got.bias.cpu(), expected.bias, rtol=1e-4, atol=1e-4)
@@ -213,6 +216,18 @@ def test_sums_over_unread_tokens_are_those_of_decoded_keys(case, bits, columns, 
         )
     torch.testing.assert_close(log_mass.cpu(), whole.logsumexp(-1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(mean.cpu().flatten(2, 3), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_distances_are_coded_as_by_the_torch_code():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 5, 3, 20, generator=generator).transpose(1, 2) * torch.logspace(-9, 9, 5)[:, None]
+    means = torch.randn(2, 3, 1, 20, generator=generator)
+    expected = coded_distances((values - means).norm(dim=-1)).int()
+    codes = torch.zeros(2, 3, 9, dtype=torch.uint8, device=DEVICE)
+    with compiled(64):
+        kernels.code_distances(values.to(DEVICE), means.to(DEVICE), codes[:, :, 2:7])
+    assert int((codes[:, :, 2:7].cpu().int() - expected).abs().max()) <= 1  # a rounding on the border of two steps
+    assert not codes[:, :, :2].any() and not codes[:, :, 7:].any()
 
 
 # Evictions
@@ -359,6 +374,7 @@ def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, s
         ("infinigen-coded", "coded_scores"),
         ("infinigen2", "summed_probs"),
         ("infinigen-sampled", "log_weights"),
+        ("infinigen2-sampled", "code_distances"),
         ("infinigen2-linear", "index_of_rest"),
     ],
 )
@@ -373,7 +389,8 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypat
         with compiled(64):
             got = live(attached, case, (6, 4), **options)
     assert served
-    rounding = 1e-4 if function in ("log_weights", "index_of_rest") else 0.0  # logarithms differ in their last digit
+    rounds = function in ("log_weights", "code_distances", "index_of_rest")
+    rounding = 1e-4 if rounds else 0.0  # logarithms differ in their last digit
     torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=rounding)
 
 

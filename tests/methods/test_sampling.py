@@ -137,8 +137,9 @@ def test_a_selection_samples_by_the_sum_of_probabilities(far):
     tokens[..., 7] = EMPTY
     scores = 2 * torch.randn(1, 2, HEADS, 2, SLOTS, generator=generator)
     positions = [40, 41]
-    distances = 1 + 9 * torch.rand(1, 2, SLOTS, generator=generator)
-    got = chosen(method, scores, positions, tokens, layer=4, distances=distances if far else None)
+    codes = torch.randint(0, 30, (1, 2, SLOTS), generator=generator, dtype=torch.uint8)
+    distances = decoded_distances(codes)
+    got = chosen(method, scores, positions, tokens, layer=4, distances=codes if far else None)
     numbers = lasting_numbers(5, 4, rows_of(positions, tokens), 2)
     for row, position in enumerate(positions):
         visible = tokens.flatten() < position
