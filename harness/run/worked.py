@@ -24,6 +24,8 @@ def page() -> str:
         "",
         "What `advise` answers to five questions, and how far it lies from speeds that others saw. "
         "`python -m harness.run.worked` writes this page.",
+        "",
+        KNOWN["launches_of"],
     ]
     for number, asked in enumerate(KNOWN["worked"], 1):
         words = ["experiment=advise", *asked["settings"]]
