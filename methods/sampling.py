@@ -69,8 +69,12 @@ def random_numbers(seed: int, layer: int, rows: QueryRows, sets: int, sample: in
     They depend on the seed, layer, set, sample, row and token alone, and so are the same in replay
     and live decoding, in any batch and block of rows.
     """
+    salt = layer * 2**16 + sample * 2**31
+    if kernels := kernels_for(rows.positions):
+        numbers: Tensor = kernels.random_numbers(salt, seed, rows, sets)
+        return numbers
     heads = torch.arange(sets, device=rows.positions.device)
-    of_set = mixed(mixed(heads + layer * 2**16 + sample * 2**31) + seed)
+    of_set = mixed(mixed(heads + salt) + seed)
     of_row = mixed(of_set[:, None] + rows.positions[:, None])
     return (mixed(of_row.unsqueeze(-1) + rows.slot_positions.unsqueeze(2)) >> 8).float()
 

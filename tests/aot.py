@@ -192,7 +192,16 @@ def launch_methods() -> None:
 def launch_samples() -> None:
     """A weighted sample, coded partial keys, and products with coded projections, in a layer of OPT-13B: of several
     rows, then of steps."""
-    from methods.kernels import MOST_ROWS, code_distances, coded_product, encode, log_weights, ranked, summed_probs
+    from methods.kernels import (
+        MOST_ROWS,
+        code_distances,
+        coded_product,
+        encode,
+        log_weights,
+        random_numbers,
+        ranked,
+        summed_probs,
+    )
 
     codec = IntegerCodec("int4", group_size=64)
     for num_rows in (1, 2048):
@@ -207,6 +216,7 @@ def launch_samples() -> None:
         value = torch.empty(2, 40, 1, 128, dtype=torch.float16)
         code_distances(value, value, distances[:, :, slots - 1 : slots])
         score = summed_probs(torch.empty(2, 40, 1, 1, slots), rows, distances[..., :slots])
+        random_numbers(2**16, 0, rows, 40)
         drawn = ranked(score, rows, seed=0, layer=3)
         log_weights(score, drawn, torch.empty(score.shape, dtype=torch.bool))
 

@@ -164,6 +164,27 @@ def _ranked(
         tl.store(ranked + slot, of_slots / number, mask=slot < slots)
 
 
+@triton.jit(do_not_specialize=["slots", "salt", "seed"])
+def _random_numbers(
+    tokens,  # the position of each slot's token
+    positions, found, salt, seed, slots, sets, rows,
+    batch_stride, set_stride,  # of `tokens`
+    TILE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row, of_all = program % rows, program // rows
+    batch, of_set = of_all // sets, of_all % sets
+    tokens += batch.to(tl.int64) * batch_stride + of_set * set_stride
+    found += program.to(tl.int64) * slots
+    position = tl.load(positions + batch * rows + row).to(tl.int64)
+    of_row = _mixed(_mixed(_mixed(of_set.to(tl.int64) + salt) + seed) + position)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
+        number = (_mixed(of_row + token) >> 8).to(tl.float32)
+        tl.store(found + slot, number, mask=slot < slots)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def _log_weights(score, ranked, mask, found, slots, TILE: tl.constexpr):
     program = tl.program_id(0).to(tl.int64) * slots
@@ -326,6 +347,20 @@ def ranked(score: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
         NUMBERS=2**LASTING_BITS,
         TILE=compiled.ELEMENTS,
     )
+    return found
+
+
+def random_numbers(salt: int, seed: int, rows: QueryRows, sets: int) -> Tensor:
+    """As `methods.sampling.random_numbers`. salt: of the layer and the sample."""
+    tokens = rows.slot_positions
+    batch, num_rows = rows.positions.shape
+    found = torch.empty(
+        (batch, sets, num_rows, tokens.shape[-1]), dtype=torch.float32, device=tokens.device
+    )
+    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
+    data = (tokens, rows.positions.contiguous(), found, salt, seed)
+    shape = (tokens.shape[-1], sets, num_rows)
+    _random_numbers[(batch * sets * num_rows,)](*data, *shape, *strides, TILE=compiled.ELEMENTS)
     return found
 
 

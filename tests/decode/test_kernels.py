@@ -248,7 +248,7 @@ def test_rows_are_moved_as_wide_as_they_allow_by_binaries_compiled_at_the_start(
         (aot.launch_lists, 2 * len(COUNTS), 2, 64),
         (aot.launch_attention, 9, 5, 128),
         (aot.launch_methods, 18, 9, 64),
-        (aot.launch_samples, 13, 6, 64),
+        (aot.launch_samples, 15, 7, 64),
         (aot.launch_rest, 8, 4, 160),
     ],
 )

@@ -22,6 +22,7 @@ from methods.h2o import H2O
 from methods.infinigen2 import coded_distances, coded_product
 from methods.infinigen_pool import SATURATED, InfiniGenPool
 from methods.oracle import Oracle, OracleSampled
+from methods.sampling import random_numbers
 from methods.selection import largest
 from tests.cases import CASES, shipped
 from tests.living import attached_with_link, live
@@ -216,6 +217,16 @@ def test_sums_over_unread_tokens_are_those_of_decoded_keys(case, bits, columns, 
         )
     torch.testing.assert_close(log_mass.cpu(), whole.logsumexp(-1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(mean.cpu().flatten(2, 3), expected, atol=1e-4, rtol=1e-4)
+
+
+@QUICK
+@given(case=shapes, seed=st.sampled_from([0, 7, 2**40]), sample=st.sampled_from([0, 1]))
+def test_random_numbers_are_those_of_the_torch_code(case, seed, sample):
+    _, rows, _ = make(case)
+    sets = case["num_kv_heads"]
+    expected = random_numbers(seed, 5, rows, sets, sample)
+    with compiled(16):
+        assert torch.equal(random_numbers(seed, 5, rows_on_device(rows), sets, sample).cpu(), expected)
 
 
 def test_distances_are_coded_as_by_the_torch_code():
