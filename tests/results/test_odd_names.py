@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-import plots
-from harness.errors import UserError
 from harness.results import record as records
 from harness.results import write as tables
 from harness.results.columns import read_table
 from plots import data, style
 from plots.drawing import DRAWINGS
-from tests.plots.test_plots import write
 from tests.results.test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save
 
 LABELS = (
@@ -105,11 +102,3 @@ def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
         figure = DRAWINGS["fig12"](data.Tables(tmp_path / "tables"), "fig12")
         figure.draw_without_rendering()
     assert len(figure.axes) == 1
-
-
-def test_where_no_figure_can_be_drawn_it_is_said_why(tmp_path):
-    with pytest.raises(UserError, match="tables: no table yet; `python run.py experiment=fig11`"):
-        plots.main(tmp_path)
-    write(tmp_path, "perplexity", [])
-    with pytest.raises(UserError, match=r"tables: no figure is drawn from perplexity\.csv alone; "):
-        plots.main(tmp_path)
