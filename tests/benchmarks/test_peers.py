@@ -151,9 +151,7 @@ def test_contestants_take_turns_and_may_time_themselves():
     [
         (["--jobs", "perplexities"], "--jobs perplexities: 'perplexities' is none; did you mean 'perplexity'?"),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
-        (["--threads", "0"], "--threads 0: must be at least 1"),
         (["--peers-python", "none"], "--peers-python none: there is no such file; give an interpreter's path"),
-        (["method.alpha=0"], "method.alpha"),
     ],
 )
 def test_refuses_in_a_line(arguments, message, model, capsys):
