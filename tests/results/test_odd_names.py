@@ -15,14 +15,14 @@ from harness.results import write as tables
 from harness.results.columns import read_table
 from plots import data, style
 from plots.drawing import DRAWINGS
-from tests.results.test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save
+from tests.results.test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save, shares
 
 LABELS = (
     "NA", "nan", "null", "None", "-", " ", "a\nb", "a\r\nb", "$\\foo$", "$x", "a|b", "a\\|b", "x" * 300,
     "x" * 150 + "y" + "x" * 149, "_hidden", "x]", "a[b]", "*", "**", "`x`", "<b>", "%s", "{0}", "\x1b[2J", "a,b", '"q"',
     "1.0", "True", "\\", "ü", "=1+1", "+1", "-1x", "@cmd", "\tx", "'=1", "''", "[a](b://c.de)", "www.a.de", "x@y.de",
 )  # fmt: skip
-SHARES = {"budget": 0.16, "budget_artifact": 0.1, "device_frac": 0.2, "resident_frac": 0.02}
+SHARES = shares(0.16)
 CHUNK = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": {"perplexity": 12.5, "perplexity_stderr": None}}
 
 

@@ -75,7 +75,8 @@ def test_a_sweep_with_a_budget_runs_the_full_cache_as_it_is(runs, capsys):
     assert len(runs.configs) == 3, "one run, whatever budget is given"
     assert main(["-m", "method=int4,h2o", "budget=0.2"]) == 2
     assert "budget=0.2: method Full has no budget to set" in capsys.readouterr().err
-    assert main(["-m", "method=int4,h2o", "budget=nearest:0.2"]) == 0
+    assert main(["-m", "method=full,int4,h2o", "budget=nearest:0.2"]) == 0
+    assert [(config.method_name, config.budget) for config in runs.configs[3:]] == [("h2o", 0.2), ("int4", None)]
 
 
 def test_a_sweep_over_methods_takes_a_setting_that_all_of_them_have(runs, capsys):
@@ -131,8 +132,6 @@ REFUSED = {
     "seed=${nothing}": "seed=${nothing}: must be a whole number",
     "method.alpha=${no.such}": "method.alpha=${no.such}: must be a number",
     "--config-dir=/nonexistent": "--config-dir=/nonexistent: settings are read from the project's conf/ alone; your",
-    "--config-dir /nonexistent": "--config-dir: settings are read from",
-    "-cn other": "-cn: settings are read from",
     "hydra.run.dir=/tmp/x": "hydra.run.dir=/tmp/x: is no setting of a run; results go to results_dir=; allowed of",
     "-m hydra.sweep.dir=/tmp/x seed=1,2": "hydra.sweep.dir=/tmp/x: is no setting of a run",
     "method=infinigen2 method.alpha=0": "method.alpha=0.0: must be inf with group=sum_probs, or set group=best",
@@ -142,7 +141,6 @@ REFUSED = {
     "hydra/launcher=x": "hydra/launcher=x: starts the jobs of a sweep, which needs -m",
     "-m hydra/launcher=x": "hydra/launcher=x: ",
     "method=null": "method=null: must be one name; allowed: adakv, ",
-    "method=[full,h2o]": "method=[full,h2o]: must be one name",
     "model={name:x}": "model={name:x}: must be one name",
     "-m method=full,null": "method=full,null: must be one name",
     "method=full,h2o": "method=full,h2o: is a sweep, which needs -m",
@@ -157,7 +155,6 @@ REFUSED = {
     "method=quest method.budget=0.3 budget=0.16": "method.budget=0.3: budget=0.16 sets it",
     "-m method=full,h2": "method=h2: did you mean 'h2o'",
     "budget=near:0.1": "budget=near:0.1: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
-    "budget=nearest:2": "budget=2.0: must be above 0 and at most 1",
     "experiment=latency method=full gpu_cache=2": "gpu_cache=2: Full cache selects no rows; needs a method that",
     "method=quest gpu_cache=0.5": "gpu_cache=0.5: must be 0, or 1 and more, times the rows that a step reads",
 }
@@ -280,15 +277,15 @@ def test_a_terminal_of_ascii_shows_any_name(runs, monkeypatch):
     assert written.getvalue().count(rb"gr\xf6\xdfer") == 3
 
 
-def test_without_the_environment_one_line_says_what_installs_it(tmp_path):
-    command = [sys.executable, "-S", ROOT / "run.py", "method=full"]  # without site-packages
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "error: method=h2: did you mean 'h2o'"),
+        (["-S"], "needs the Python package hydra, which is not installed; `make setup`"),  # without site-packages
+    ],
+)
+def test_the_entry_point_refuses_in_one_line_with_and_without_the_environment(options, said, tmp_path):
+    command = [sys.executable, *options, ROOT / "run.py", "method=h2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
-    assert "needs the Python package hydra, which is not installed; `make setup`" in done.stderr
-
-
-def test_entry_point(tmp_path):
-    command = [sys.executable, ROOT / "run.py", "method=h2"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: method=h2: did you mean 'h2o'") and done.stderr.count("\n") == 1
+    assert said in done.stderr

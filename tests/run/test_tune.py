@@ -196,16 +196,6 @@ def test_an_entry_is_lenient_only_where_it_says_so():
     assert [each.method_name for each in lenient.runs] == ["full"] and len(lenient.left_out) == 2
 
 
-def test_the_full_cache_runs_as_it_is_and_under_nearest_so_does_a_method_without_a_budget():
-    as_it_is = load(["method=full"])
-    for budget in ("0.1", "nearest:0.1"):
-        assert load(["method=full", f"budget={budget}"]) == as_it_is, "one record for all budgets"
-    assert load(["method=int4", "budget=nearest:0.1"]).budget is None
-    assert load(["method=h2o", "budget=nearest:0.1"]).budget == 0.1
-    with pytest.raises(UserError, match="has no budget to set"):
-        load(["method=int4", "budget=0.1"])
-
-
 def test_a_step_at_another_budget_follows_from_the_timed_one():
     late = {"compute_s": 1.0, "link_bytes": 3.0, "late_bytes": 1.0}
     assert step_seconds(late, 1.0) == 3.0 and step_seconds(late, 10.0) == pytest.approx(1.1)
