@@ -76,7 +76,7 @@ def test_a_sweep_with_a_budget_runs_the_full_cache_as_it_is(runs, capsys):
     assert main(["-m", "method=int4,h2o", "budget=0.2"]) == 2
     assert "budget=0.2: method Full has no budget to set" in capsys.readouterr().err
     assert main(["-m", "method=full,int4,h2o", "budget=nearest:0.2"]) == 0
-    assert [(config.method_name, config.budget) for config in runs.configs[3:]] == [("h2o", 0.2), ("int4", None)]
+    assert [(config.method_name, config.budget) for config in runs.configs[4:]] == [("int4", None), ("h2o", 0.2)]
 
 
 def test_a_sweep_over_methods_takes_a_setting_that_all_of_them_have(runs, capsys):
