@@ -21,7 +21,7 @@ from harness.results import record as records
 from harness.results.lost import of_record
 from harness.results.samples import Baselines
 from harness.run.samples_command import main
-from harness.scoring.answers import NeedleRead
+from harness.scoring.answers import NeedleRead, Request, needle_read
 from harness.scoring.evaluation import run_tasks, run_turns
 from methods.full import Full
 from methods.oracle import Oracle
@@ -275,8 +275,6 @@ def test_refused_in_one_line(words, said, tmp_path, capsys):
 
 
 def test_needle_read_is_a_mean_over_rows_then_layers():
-    from harness.scoring.answers import Request, needle_read
-
     request = Request((1, 2, 3), 3, 1, 5, ("task", 0), needle=(1, 3))
     shares = torch.tensor([[0.0, 0.5], [1.0, 1.0]], dtype=torch.float64)
     assert needle_read(request, shares) == NeedleRead(2, 0.625, 1.0)

@@ -354,13 +354,6 @@ def test_a_damaged_table_is_set_aside_and_written_anew_from_the_records(name, tm
     assert [file.name for file in path.parent.glob("*.csv")] == ["fig11.csv"], "nothing takes it for a table"
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    save_task(tmp_path)
-    (tmp_path / "tables").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match="results_dir: .*tables cannot be written"):
-        tables.update(tmp_path, "fig11")
-
-
 # Pages
 
 
