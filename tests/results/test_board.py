@@ -377,32 +377,28 @@ def test_a_front_has_the_methods_that_none_beats_at_a_cost():
         row |= {"method": rng.choice(["quest", "h2o", *ORACLES]), "apart": rng.choice(["", "", "lacks x"])}
         step = rng.choice([None, rng.uniform(0.1, 0.11)])
         rows.append(row | {"kl_nats": rng.random(), "seq_len": rng.choice([1, 2]), "step_s": step, "label": number})
-    limits = {"link": (0.01, 0), "link + device": (0, 0), "resident": (0, 0), "step time": (0, 0.01)}
+    margins = {"link": (0.01, 0), "link + device": (0, 0), "resident": (0, 0), "step time": (0, 0.01)}
+    assert list(margins) == list(COSTS)
 
-    def cost(row: TableRow, name: str) -> float | None:
-        both = row["budget_low"] + row["device_frac_low"]
-        return {
-            "link": row["budget_low"], "link + device": both, "resident": row["resident_frac_low"],
-            "step time": row["step_s"],
-        }[name]  # fmt: skip
+    def cost(row: TableRow, name: str) -> float:
+        step = row["step_s"] or math.inf
+        link, device, resident = row["budget_low"], row["device_frac_low"], row["resident_frac_low"]
+        return dict(zip(COSTS, (link, link + device, resident, step), strict=True))[name]
 
-    assert list(limits) == list(COSTS)
     found = with_fronts(rows)
     assert any("link, link + device" in row["front"] for row in found)
     possible = [row for row in rows if not row["apart"] and row["method"] not in ORACLES]
     for row, of_row in zip(found, rows, strict=True):
+        closer = [
+            other for other in possible
+            if other["seq_len"] == of_row["seq_len"] and other["kl_nats"] < of_row["kl_nats"]
+        ]  # fmt: skip
         expected = []
-        for name, (absolute, relative) in limits.items():
+        for name, (absolute, relative) in margins.items():
             own = cost(of_row, name)
-            if of_row not in possible or own is None:
-                continue
-            better = [
-                other for other in possible
-                if other["seq_len"] == of_row["seq_len"] and other["kl_nats"] < of_row["kl_nats"]
-                and cost(other, name) is not None and cost(other, name) <= own * (1 + relative) + absolute
-            ]  # fmt: skip
-            if not better:
-                expected.append(name)
+            if of_row in possible and own < math.inf:
+                limit = own * (1 + relative) + absolute
+                expected += [name] if all(cost(other, name) > limit for other in closer) else []
         assert row["front"] == ", ".join(expected), of_row["label"]
 
 
@@ -828,8 +824,7 @@ def test_the_figure_of_ten_methods_has_a_line_each_over_all_models(results, monk
             assert abs(math.log(x / share)) <= 0.1, "beside its budget"
 
 
-def test_the_report_has_a_section_of_it(results, monkeypatch):
-    monkeypatch.setattr("harness.report.page.library", lambda: "")
+def test_the_report_has_a_section_of_it(results, no_library):
     board.write(results)
     report.write_report(results)
     page = Page((results / "report.html").read_text())
