@@ -21,12 +21,7 @@ from harness.errors import UserError
 from harness.paper.costmodel import published
 from harness.report.__main__ import main as report_main
 from harness.report.explorer import explorer
-from harness.report.sections import (
-    MODELLED,
-    REGISTRY,
-    entries_of,
-    published_sheet,
-)
+from harness.report.sections import MODELLED, REGISTRY, entries_of, published_sheet
 from harness.results import write as tables
 from harness.results.board_rows import OWN_BUDGET
 from harness.results.columns import ACCURACY, TableRow, names

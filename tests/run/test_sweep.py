@@ -97,10 +97,7 @@ def test_words_may_hold_what_the_command_line_reads_as_syntax(label):
     assert [config.label for config in made({"runs": [{"method": "full", "label": label}]})] == [label]
 
 
-SWEEP = {
-    "settings": {"num_windows": 3},
-    "runs": [{"method": ["full", "h2o"]}, {"method": "int4", "seq_len": 2048}],
-}
+SWEEP = {"settings": {"num_windows": 3}, "runs": [{"method": ["full", "h2o"]}, {"method": "int4", "seq_len": 2048}]}
 
 
 def test_the_command_line_wins_over_what_the_grid_does_not_vary():

@@ -177,8 +177,7 @@ def what_runs(config: RunConfig) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("model", "counts"),
-    [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("opt-125m", (4, 32))],
+    ("model", "counts"), [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("opt-125m", (4, 32))]
 )
 def test_slower_models_get_fewer_windows_and_questions(model, counts):
     sweep = composed(["experiment=board", f"model={model}"]).sweep
