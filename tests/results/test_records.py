@@ -337,12 +337,10 @@ def test_the_environment_of_a_gpu_has_its_driver_link_and_clocks(monkeypatch, tm
     smi.chmod(0o755)
     found = environment.describe(["cuda:0"])
     assert found["device_name"] == "a GPU" and json.loads(json.dumps(found)) == found
-    assert found["gpus"] == [
-        {
-            "driver": "580.65.06", "pcie_generation": 5, "pcie_generation_max": 5, "pcie_width": 16,
-            "pcie_width_max": 16, "sm_mhz": 1755, "sm_mhz_max": 1980, "memory_mhz": 1593, "memory_mhz_max": None,
-        }
-    ]  # fmt: skip
+    assert found["gpus"] == [{
+        "driver": "580.65.06", "pcie_generation": 5, "pcie_generation_max": 5, "pcie_width": 16,
+        "pcie_width_max": 16, "sm_mhz": 1755, "sm_mhz_max": 1980, "memory_mhz": 1593, "memory_mhz_max": None,
+    }]  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="cccc"))
     assert environment.describe(["cuda:0"])["gpus"] == [unknown], "it is neither of the two"
     smi.write_text(SMI.replace('echo "GPU-bbbb', '# echo "'))

@@ -354,7 +354,7 @@ def row(text: str, name: str = "perplexity") -> list[str]:
     return line.split()[1:]
 
 
-def test_every_state_is_counted_and_named(some):
+def test_every_state_is_counted_and_named(some, capsys):
     missing = Run.of(load(["method=oracle"]))
     with holding(some[3].path.parent, wait=False):
         text = status.render(status.of_runs([*some, missing]))
@@ -365,11 +365,10 @@ def test_every_state_is_counted_and_named(some):
     named = text.split("\n\n")[1].splitlines()
     assert named[0].startswith("running for 0:00:") and named[0].endswith(": perplexity INT8")
     assert named[1:] == ["failed: perplexity H2O: UserError: not well", "interrupted: perplexity INT4"]
-
-
-def test_a_folder_is_shown_without_its_grid(some, capsys):
     assert main(["status=true"]) == 0
     printed = capsys.readouterr()
-    assert row(printed.out) == ["1", "0", "1", "2", "0", "0:04:30"] and printed.err == ""
+    assert row(printed.out) == ["1", "0", "1", "2", "0", "0:04:30"] and printed.err == "", (
+        "of a folder without its grid"
+    )
     assert main(["status=true", "results_dir=elsewhere"]) == 0
     assert capsys.readouterr().out == "nothing was started yet\n" and not Path("elsewhere").exists()
