@@ -85,7 +85,7 @@ def test_a_figure_has_every_label(name, results):
     assert {"NA", "nan", "$\\foo$", "a|b", "a\\nb", f"{data.NARROW_SPACE}_hidden"} <= found
 
 
-@pytest.mark.parametrize("text", ("notes[draft].txt", "a [5, 0-20 %]", "offline[256:512]", "NA", "a\nb"))
+@pytest.mark.parametrize("text", ("a [5, 0-20 %]", "offline[256:512]", "NA", "a\nb"))
 def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
     for method in ("full", "h2o"):
         metrics = {text: TEXT_METRICS | SHARES}

@@ -32,24 +32,6 @@ def only_error(capsys) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "method=infinigen model=llama2-7b",
-        "method=h2o method.heavy_frac=0.1 model=smollm2-135m data=local data.root=data experiment=tasks tasks=[copa]",
-    ],
-)
-def test_usage(command, runs, capsys):
-    Path("data/copa").mkdir(parents=True)
-    Path("data/copa/validation.jsonl").write_text("{}\n")
-    assert main(command.split()) == 0
-    assert len(runs.configs) == 1
-    printed = capsys.readouterr()
-    assert printed.err == "" and printed.out.strip()
-    assert {path.name for path in Path().iterdir()} == {"data", "outputs"}
-    assert {path.name for path in Path("outputs").iterdir()} == {"runs", "tables"}
-
-
 def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
     def fail_h2o(config):
         if config.method_name == "h2o":
@@ -246,11 +228,17 @@ def test_an_unwritable_results_folder(runs, capsys):
     assert runs.configs == []
 
 
-def test_leaves_the_process_as_it_was(runs):
+def test_leaves_the_process_as_it_was_and_nothing_but_results(runs, capsys):
     before = sys.argv, os.getcwd(), dict(os.environ)
     main(["method=h2"])
-    main(["method=full"])
+    capsys.readouterr()
+    assert main(["method=infinigen", "model=llama2-7b"]) == 0
+    printed = capsys.readouterr()
+    assert len(runs.configs) == 1 and printed.err == "" and printed.out.strip()
     assert (sys.argv, os.getcwd(), dict(os.environ)) == before
+    assert {str(path) for path in Path().glob("**") if len(path.parts) < 3} == {
+        ".", "outputs", "outputs/runs", "outputs/tables",
+    }  # fmt: skip
 
 
 def test_a_bug_is_one_line_exit_code_1_and_a_traceback_on_demand(runs, capsys, monkeypatch):
