@@ -114,20 +114,16 @@ def test_answers_are_those_of_the_peers_process(model, tmp_path, monkeypatch, ca
     assert f"quanto is skipped, optimum-quanto is not installed under {sys.executable}" in told.out
 
 
-def test_a_job_that_fails_is_a_line_and_the_others_go_on(model, monkeypatch, capsys):
+def test_a_job_that_fails_and_a_loss_that_differs_are_told_and_the_others_go_on(model, monkeypatch, capsys):
     def fail(bench):
         raise ValueError("no such luck")
 
     monkeypatch.setitem(peers.JOBS, "texts", fail)
+    monkeypatch.setattr(peers, "cross_entropy", lambda logits, targets: torch.tensor(1.0))
     assert peers.main(["--jobs", "texts", "perplexity", model]) == 1
     told = capsys.readouterr()
     assert "texts: failed, ValueError: no such luck" in told.err and "| perplexity |" in told.out
-
-
-def test_a_loss_that_differs_is_told(model, monkeypatch, capsys):
-    monkeypatch.setattr(peers, "cross_entropy", lambda logits, targets: torch.tensor(1.0))
-    assert peers.main(["--jobs", "perplexity", model]) == 1
-    assert "perplexity, 1 x 64 tokens: not equal to transformers forward" in capsys.readouterr().err
+    assert "perplexity, 1 x 64 tokens: not equal to transformers forward" in told.err
 
 
 def test_a_peer_that_ends_is_told(tmp_path):

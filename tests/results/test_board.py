@@ -213,6 +213,15 @@ RIGHT = {"Oracle": 7, "Near": 8, "Alike": 8, "Far": 2, "Full cache": 8}
 """Of 8 questions on a context."""
 
 
+def row_of(model: str, label: str, **columns: Any) -> TableRow:
+    """What all tables of the board have."""
+    return {
+        "experiment": "board", "model": model, "method": METHODS.get(label, "quest"), "codec": "", "label": label,
+        "settings": "budget=0.1", "asked_budget": 0.1, "dense_layers": 0, "budget": 0.1, "device_frac": 0.15,
+        "resident_frac": 0.05, "source": "measured", "shipped": "yes", "run_id": "0" * 16,
+    } | columns  # fmt: skip
+
+
 def window_rows(model: str, count: int, labels: Iterable[str] = FACTORS, **columns: Any) -> list[TableRow]:
     """Windows whose KL is `FACTORS` times the oracle's, but for noise of a hundredth that differs by place."""
     found = []
@@ -220,33 +229,26 @@ def window_rows(model: str, count: int, labels: Iterable[str] = FACTORS, **colum
         rng = random.Random(f"{text}/{place * 8 // count}")
         base = 0.01 * math.exp(rng.gauss(0, 1)) * (1 + 0.1 * len(model))
         noise = random.Random(f"{label}/{text}/{place * 8 // count}/{model}").gauss(0, 0.01)
-        found.append({
-            "experiment": "board", "model": model, "method": METHODS.get(label, "quest"), "codec": "",
-            "label": label, "settings": "budget=0.1", "asked_budget": 0.1, "dense_layers": 0, "seq_len": 1024,
-            "text": text, "window": place, "place": place / count,
-            "kl_nats": base * FACTORS.get(label, 2.0) * math.exp(noise), "budget": 0.1, "device_frac": 0.15,
-            "resident_frac": 0.05, "source": "measured", "shipped": "yes", "run_id": "0" * 16,
-        } | columns)  # fmt: skip
+        window = {"seq_len": 1024, "text": text, "window": place, "place": place / count}
+        window["kl_nats"] = base * FACTORS.get(label, 2.0) * math.exp(noise)
+        found.append(row_of(model, label) | window | columns)
     return found
+
+
+FULL = {"asked_budget": None, "dense_layers": None, "budget": 1.0}
 
 
 def answer_rows(model: str, labels: Iterable[str] = RIGHT, contexts: int = 4, **columns: Any) -> list[TableRow]:
     found = []
     for label, task, context in itertools.product(labels, ("kv_recall", "passkey"), range(contexts)):
-        is_full = label == "Full cache"
         right = RIGHT[label] - (context % 2 if label == "Far" else 0)
-        found.append({
-            "experiment": "board", "model": model, "method": METHODS[label], "codec": "", "label": label,
-            "settings": "", "asked_budget": None if is_full else 0.1, "dense_layers": None if is_full else 0,
-            "task": task, "context_id": context, "right": right, "asked": 8, "prompt_len": 340,
-            "budget": 1.0 if is_full else 0.1, "device_frac": 0.15, "resident_frac": 0.05, "source": "measured",
-            "shipped": "yes", "run_id": "1" * 16,
-        } | columns)  # fmt: skip
+        asked = {"task": task, "context_id": context, "right": right, "asked": 8, "prompt_len": 340}
+        found.append(row_of(model, label) | asked | (FULL if label == "Full cache" else {}) | columns)
     return found
 
 
 def full_rows(model: str, count: int) -> list[TableRow]:
-    return window_rows(model, count, ["Full cache"], kl_nats=0.0, asked_budget=None, dense_layers=None, budget=1.0)
+    return window_rows(model, count, ["Full cache"], kl_nats=0.0, **FULL)
 
 
 def put(folder: Path, name: str, rows: Sequence[TableRow]) -> None:
@@ -332,13 +334,9 @@ def test_each_model_has_a_board_like_that_of_its_own_results(results, tmp_path_f
 
 def step_row(model: str, label: str, **columns: Any) -> TableRow:
     """A timed step of 10 ms compute and 1 MB over a link of 100 MB/s, which waits for half of the bytes."""
-    return {
-        "experiment": "board", "model": model, "method": METHODS[label], "codec": "", "label": label,
-        "settings": "budget=0.1", "asked_budget": 0.1, "dense_layers": 0, "platform": "cpu", "batch_size": 4,
-        "prompt_len": 1024, "gen_len": 24, "compute_s": 0.010, "link_bytes": 1e6, "late_bytes": 5e5,
-        "link_bytes_per_s": 1e8, "step_s": 0.0151, "budget": 0.08, "source": "emulated", "shipped": "yes",
-        "run_id": "2" * 16,
-    } | columns  # fmt: skip
+    step = {"platform": "cpu", "batch_size": 4, "prompt_len": 1024, "gen_len": 24, "source": "emulated"}
+    step |= {"compute_s": 0.010, "link_bytes": 1e6, "late_bytes": 5e5, "link_bytes_per_s": 1e8, "step_s": 0.0151}
+    return row_of(model, label) | step | {"budget": 0.08} | columns
 
 
 def test_a_step_is_the_timed_one_or_follows_from_it(results):
