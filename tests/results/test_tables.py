@@ -318,14 +318,9 @@ def test_a_run_replaces_all_metrics_and_chunks_of_a_shipped_one_and_a_series_who
     ]  # fmt: skip
 
 
-def of_spreadsheet(text: str) -> bytes:
-    """As a spreadsheet saves it as "Unicode text"."""
-    return text.replace(",", "\t").encode("utf-16")
-
-
 DAMAGED: dict[str, Callable[[str], str | bytes]] = {
     "semicolons": lambda text: text.replace(",", ";"),
-    "Unicode text": of_spreadsheet,
+    "Unicode text": lambda text: text.replace(",", "\t").encode("utf-16"),  # of a spreadsheet
     "no label": lambda text: text.replace(",H2O,", ",,"),
     "empty": lambda text: "",
     "of another kind of run": lambda text: (paths.SHIPPED / "tables" / "capacity.csv").read_text(),

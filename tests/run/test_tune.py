@@ -40,13 +40,6 @@ def choosing(*few: str):
         OmegaConf.register_new_resolver("choices", choices, replace=True)
 
 
-@pytest.fixture
-def plan():
-    """The plan of `experiment=tune` with a few of the methods."""
-    with choosing("full", "int4", "oracle", "quest"):
-        yield read_plan(composed(["experiment=tune"]).sweep, ["experiment=tune"])
-
-
 def test_every_method_is_in_the_sweep():
     asked = OmegaConf.to_container(composed(["experiment=tune"]).sweep, resolve=False)
     left_out = "full,random,triattention,infinigen-pool,oracle-sampled"
@@ -70,7 +63,9 @@ def test_a_method_has_as_many_dense_layers_as_its_official_code(number, methods)
     assert load([f"method={methods[0]}", "method.dense_layers=3"]).method.dense_layers == 3, "the command line wins"
 
 
-def test_a_method_without_a_budget_runs_once_a_number_of_dense_layers(plan):
+def test_a_method_without_a_budget_runs_once_a_number_of_dense_layers():
+    with choosing("full", "int4", "oracle", "quest"):
+        plan = read_plan(composed(["experiment=tune"]).sweep, ["experiment=tune"])
     configs = [(config.method_name, config.budget, config.method.dense_layers) for config in plan.runs]
     with_budget = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
     assert configs == [("full", None, 0), *product(["int4"], [None], range(3)), *with_budget]
