@@ -122,6 +122,7 @@ REFUSED = {
     f"tasks={'[' * 3000}{']' * 3000}": "tasks=[",
     "hydra/launcher=x": "hydra/launcher=x: starts the jobs of a sweep, which needs -m",
     "-m hydra/launcher=x": "hydra/launcher=x: ",
+    "method='full\n'": "method=full\\n: did you mean 'full'",
     "method=null": "method=null: must be one name; allowed: adakv, ",
     "model={name:x}": "model={name:x}: must be one name",
     "-m method=full,null": "method=full,null: must be one name",
@@ -145,7 +146,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_what_is_refused_is_one_line(command, runs, capsys):
-    assert main(command.split()) == 2
+    assert main(command.split(" ")) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(f"error: {REFUSED[command]}") and "a bug" not in printed.err
     assert printed.err.count("\n") == 1 and len(printed.err) < 900
@@ -199,11 +200,6 @@ def test_text_is_text_and_no_other_settings_value(text, runs):
 def test_a_sweep_over_texts(runs):
     assert main(["-m", "method=full", "experiment=tasks", "system_instruction='${a}','b, ${seed}'"]) == 0
     assert [config.task.system_instruction for config in runs.configs] == ["${a}", "b, ${seed}"]
-
-
-def test_a_name_with_a_line_break_is_refused_in_one_line(runs, capsys):
-    assert main(["method='full\n'"]) == 2
-    assert only_error(capsys).startswith("error: method=full\\n: did you mean 'full'")
 
 
 def test_a_grid_without_a_method_is_refused(runs, capsys):
