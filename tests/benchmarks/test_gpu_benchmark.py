@@ -23,6 +23,7 @@ from harness.results.record import read_record
 from harness.run.compose import load
 from harness.settings.config import LatencyConfig
 from tests.fake_cuda import CUDA, FakeSlab, fake_gpu
+from tests.runs import refusal_of
 
 ROOT = Path(__file__).resolve().parents[2]
 with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -282,9 +283,7 @@ def test_refuses_in_a_line(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "file").write_text("")
-    assert gpu.main(["--platform", "cpu", *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
+    assert message in refusal_of(gpu.main, ["--platform", "cpu", *arguments], capsys)
 
 
 @with_gpu

@@ -28,7 +28,7 @@ from harness.settings.config import RunConfig
 from methods.attention import Softmax
 from methods.infinigen import InfiniGen
 from tests.living import tiny
-from tests.runs import letters, start
+from tests.runs import letters, refusal_of, start
 from tests.tokens import ByteTokenizer
 
 NUM_TOKENS = 60
@@ -303,9 +303,7 @@ REFUSED = {
 @pytest.mark.parametrize("command", REFUSED)
 def test_refuses_settings(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert main(command.split()) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"error: {REFUSED[command]}") and printed.count("\n") == 1
+    assert refusal_of(main, command.split(), capsys).startswith(REFUSED[command])
 
 
 @pytest.mark.parametrize(

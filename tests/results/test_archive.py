@@ -25,6 +25,7 @@ from harness.results import record as records
 from harness.results import write as tables
 from harness.run.cli import main
 from tests.results.test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, shares
+from tests.runs import refusal_of
 
 RAN = {
     "environment": {"python": "3.11.7", "cpu": "a processor", "packages": {"torch": "2.13.0"}, "commit": "abc"},
@@ -135,14 +136,6 @@ def test_the_command_exports_to_a_file_or_a_folder(results, packed, tmp_path, ca
         assert path.read_bytes() == packed.read_bytes()
 
 
-def is_refused(command: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture) -> str:
-    """Asserts that a command ends in one line on stderr; returns the line."""
-    assert command(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    return captured.err.removeprefix("error: ")
-
-
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
@@ -167,7 +160,7 @@ def test_a_wrong_export_or_comparison_is_one_line_and_leaves_nothing(
     (tmp_path / "file").touch()
     shutil.copytree(results, "full")
     shutil.copytree(results / "tables", "tables/tables")
-    assert is_refused(command, arguments, capsys).startswith(message)
+    assert refusal_of(command, arguments, capsys).startswith(message)
     assert not list(tmp_path.rglob("*.zip*"))
 
 
@@ -236,7 +229,7 @@ def refused(tmp_path, capsys, monkeypatch) -> Callable[[Path], str]:
     monkeypatch.setattr(archive.tempfile, "tempdir", str(temporary))
 
     def refuse(path: Path) -> str:
-        line = is_refused(report_main, ["--results-dir", str(path), "--output", str(tmp_path / "report.html")], capsys)
+        line = refusal_of(report_main, ["--results-dir", str(path), "--output", str(tmp_path / "report.html")], capsys)
         assert not (tmp_path / "report.html").exists() and not list(temporary.iterdir())
         return line
 
@@ -353,12 +346,12 @@ def test_results_without_a_common_run_are_refused_in_one_line(tmp_path, results,
     metrics = {"passkey": {"acc": 0.5, "acc_stderr": 0.2, **SHARES}}
     for seed in (4, 5):
         save(tmp_path / str(seed), ["experiment=fig11", "method=h2o", f"seed={seed}"], metrics, **RAN)
-    line = is_refused(comparing.main, [str(tmp_path / "4"), str(tmp_path / "5")], capsys)
+    line = refusal_of(comparing.main, [str(tmp_path / "4"), str(tmp_path / "5")], capsys)
     assert re.search(r"^no run is in both: A has .*\(seed=4\); B has .*\(seed=5\)$", line)
     save_task(tmp_path / "6", "quest")
-    line = is_refused(comparing.main, [str(results), str(tmp_path / "6")], capsys)
+    line = refusal_of(comparing.main, [str(results), str(tmp_path / "6")], capsys)
     assert re.search(r"no run is in both: A has (fig11|latency) of .* on smollm2-135m, ", line)
-    assert line.endswith("...; B has fig11 of Quest on smollm2-135m\n")
+    assert line.endswith("...; B has fig11 of Quest on smollm2-135m")
 
 
 def test_speed_is_compared_by_ratio(results, other, capsys):

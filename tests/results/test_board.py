@@ -32,6 +32,7 @@ from plots import data, style
 from plots.board import budget, draw
 from tests.report.test_report import Page
 from tests.results.test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, shares
+from tests.runs import refusal_of
 
 # The mean and its error
 
@@ -573,16 +574,13 @@ IMPOSSIBLE = {
 def test_a_number_that_cannot_be_is_refused(said, tmp_path, capsys):
     put(tmp_path, TEXTS, window_rows("big", 4))
     put(tmp_path, *IMPOSSIBLE[said])
-    assert board.main([str(tmp_path)]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith(f"error: {tmp_path}/tables/board-") and said in error and "\n" not in error
+    error = refusal_of(board.main, [str(tmp_path)], capsys)
+    assert error.startswith(f"{tmp_path}/tables/board-") and said in error
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     def refused(said: str) -> None:
-        assert board.main([str(tmp_path)]) == 2
-        error = capsys.readouterr().err.strip()
-        assert re.search(said, error) and "\n" not in error, error
+        assert re.search(said, refusal_of(board.main, [str(tmp_path)], capsys))
 
     refused(r"no tables/board-texts.csv in it or in a folder within it; `.*experiment=board` makes one")
     put(tmp_path, TEXTS, [*window_rows("big", 4), *window_rows("big", 4, ["Far"], method="tova", run_id="2")])
@@ -592,7 +590,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     refused(r"board-texts.csv: not a table of results")
     path.write_text(columns.render_csv(columns.BOARD_ANSWERS, answer_rows("big")))
     refused(r"board-texts.csv: not a table of experiment=board \(it has other columns\)")
-    assert board.main([str(tmp_path / "none")]) == 2 and "no tables/board-texts.csv" in capsys.readouterr().err
+    assert "no tables/board-texts.csv" in refusal_of(board.main, [str(tmp_path / "none")], capsys)
     assert not (tmp_path / "board.md").exists()
 
 

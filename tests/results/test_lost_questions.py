@@ -31,7 +31,7 @@ from tests.data.test_tasks import loaded, settings  # noqa: F401, a fixture
 from tests.living import tiny
 from tests.replaying import RAGGED, RAGGED_IDS, open_session, pad
 from tests.results.test_tables import TASK_METRICS, save, shares
-from tests.runs import tiny_loaded
+from tests.runs import refusal_of, tiny_loaded
 from tests.tokens import word_tokenizer
 
 # Replay: which of the needle's tokens a row reads
@@ -236,13 +236,13 @@ def test_the_command_prints_text_and_json(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["zzz"], r"^error: RUN=zzz: no finished run of .*; allowed: "),
-        ([""], r"^error: RUN=: begins 2 run_ids: "),
-        (["FULL"], r"^error: run .*: is the full cache's own; name a run of a method"),
-        (["OWN", "--task", "paskey"], r"^error: --task=paskey: did you mean 'passkey'\?"),
-        (["x/record.json"], r"^error: RUN=x/record.json: no such file"),
-        (["TEXT"], r"^error: run .*: of kind=perplexity, which keeps no questions"),
-        (["ALONE"], r"^error: run .*: no run of the full cache answered the same questions of kv_recall"),
+        (["zzz"], r"RUN=zzz: no finished run of .*; allowed: "),
+        ([""], r"RUN=: begins 2 run_ids: "),
+        (["FULL"], r"run .*: is the full cache's own; name a run of a method"),
+        (["OWN", "--task", "paskey"], r"--task=paskey: did you mean 'passkey'\?"),
+        (["x/record.json"], r"RUN=x/record.json: no such file"),
+        (["TEXT"], r"run .*: of kind=perplexity, which keeps no questions"),
+        (["ALONE"], r"run .*: no run of the full cache answered the same questions of kv_recall"),
     ],
 )
 def test_refused_in_one_line(words, said, tmp_path, capsys):
@@ -256,9 +256,8 @@ def test_refused_in_one_line(words, said, tmp_path, capsys):
     if words == [""]:
         for record in (text, alone):
             records.record_path(tmp_path, record["experiment"], record["run_id"]).unlink()
-    assert main([*(names.get(word, word) for word in words), "--results-dir", str(tmp_path)]) == 2
-    captured = capsys.readouterr()
-    assert re.match(said, captured.err) and captured.err.count("\n") == 1 and not captured.out
+    words = [*(names.get(word, word) for word in words), "--results-dir", str(tmp_path)]
+    assert re.match(said, refusal_of(main, words, capsys))
 
 
 def test_needle_read_is_a_mean_over_rows_then_layers():

@@ -26,7 +26,7 @@ from harness.run.cli import main
 from harness.run.compose import load
 from harness.run.kinds import digests_of
 from harness.settings.kinds import Outcome
-from tests.runs import outcome, reading, start, tiny_loaded
+from tests.runs import outcome, reading, refusal_of, start, tiny_loaded
 
 CODE = ("code:method", "code:harness")
 
@@ -292,9 +292,7 @@ CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't alloc
 )
 def test_what_a_user_can_mend_is_one_line_that_names_the_setting(error, kind, message, runs, capsys):
     runs.measure = Mock(side_effect=error)
-    assert main([*H2O, f"experiment={kind}", "sweep=null"]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"error: {message}", said)
+    assert re.match(message, refusal_of(main, [*H2O, f"experiment={kind}", "sweep=null"], capsys))
 
 
 def test_torch_says_what_we_listen_for():
