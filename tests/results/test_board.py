@@ -248,20 +248,10 @@ def answer_rows(model: str, labels: Iterable[str] = RIGHT, contexts: int = 4, **
     return found
 
 
-def full_rows(model: str, count: int) -> list[TableRow]:
-    return window_rows(model, count, ["Full cache"], kl_nats=0.0, **FULL)
-
-
 def put(folder: Path, name: str, rows: Sequence[TableRow]) -> None:
     shape = columns.TABLES[SHAPES[name]]
     (folder / "tables").mkdir(parents=True, exist_ok=True)
     (folder / "tables" / f"{name}.csv").write_text(columns.render_csv(shape, rows))
-
-
-def fill(results: Path) -> None:
-    for name, (model, count) in MODELS.items():
-        put(results / name, TEXTS, [*window_rows(model, count), *full_rows(model, count)])
-        put(results / name, ANSWERS, answer_rows(model))
 
 
 def add(folder: Path, name: str, rows: Sequence[TableRow]) -> None:
@@ -277,7 +267,10 @@ def add_windows(results: Path, labels: Iterable[str] = FACTORS, **columns: Any) 
 
 @pytest.fixture
 def results(tmp_path) -> Path:
-    fill(tmp_path)
+    for name, (model, count) in MODELS.items():
+        of_full = window_rows(model, count, ["Full cache"], kl_nats=0.0, **FULL)
+        put(tmp_path / name, TEXTS, [*window_rows(model, count), *of_full])
+        put(tmp_path / name, ANSWERS, answer_rows(model))
     return tmp_path
 
 
