@@ -183,6 +183,10 @@ def test_a_sweep_may_consist_of_sweeps(library):
         assert [config.method_name for config in plan.runs] == ["oracle", "infinigen", "full", "h2o"]
         assert plan.runs[1].method.alpha == alpha and {config.seed for config in plan.runs} == {3}
         assert [config.num_windows for config in plan.runs[2:]] == [2, 2]
+    library("timed", "runs: [{experiment: [fig11, fig12, fig13]}]\nminutes: {fig11: 3, fig12: 4, fig13: 5}")
+    library("outside", "experiments: [timed]\nminutes: {fig11: 7, fig12: null}")
+    assert read("experiment=outside").minutes == {"fig11": 7, "fig12": None, "fig13": 5}, "the outer sweep says them"
+    assert read("experiment=outside", "sweep.minutes.fig11=9").minutes["fig11"] == 9
     library("snake", "experiments: [snake]")
     with pytest.raises(UserError, match="sweep.experiments=snake: contains itself"):
         read("experiment=snake")
@@ -211,13 +215,6 @@ def test_an_entry_without_what_it_needs_is_left_out(library, runs, capsys, tmp_p
     assert main(["experiment=outer"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[-1] == gap and lines.count(gap) == 2
-
-
-def test_the_outer_sweep_says_how_many_minutes(library):
-    library("inner", "runs: [{experiment: [fig11, fig12, fig13]}]\nminutes: {fig11: 3, fig12: 4, fig13: 5}")
-    library("outer", "experiments: [inner]\nminutes: {fig11: 7, fig12: null}")
-    assert read("experiment=outer").minutes == {"fig11": 7, "fig12": None, "fig13": 5}
-    assert read("experiment=outer", "sweep.minutes.fig11=9").minutes["fig11"] == 9
 
 
 def test_shares_are_disjoint_and_make_the_whole():
