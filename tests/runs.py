@@ -114,6 +114,14 @@ def start(overrides: Sequence[str], resources: Resources | None = None) -> Path:
     return run(Run.of(load(overrides)), resources or Resources())
 
 
+def refusal_of(command: Callable[[list[str]], int], words: list[str], capture: pytest.CaptureFixture) -> str:
+    """What a command that is refused says: one line on stderr, and nothing on stdout."""
+    assert command(words) == 2
+    captured = capture.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    return captured.err.removeprefix("error: ").removesuffix("\n")
+
+
 def without(package: str) -> Callable[[str], str]:
     """`importlib.metadata.version` where a package is not installed."""
     installed = importlib.metadata.version

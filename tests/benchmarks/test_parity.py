@@ -120,19 +120,13 @@ def test_the_same_rule_agrees_and_another_does_not(tmp_path):
 
 def test_soft_collisions_agree_with_probabilities_of_corners(tmp_path):
     right = write(tmp_path / "right", "socket", SOCKET.replace("SIGN * ", ""))
-    assert agreement(lines(right), "socket") == pytest.approx(100, abs=0.2)  # rounding may decide between two tokens
+    printed = lines(write(right, "knorm", KNORM))
+    assert agreement(printed, "knorm") == 100, "a package is imported from its folder"
+    assert agreement(printed, "socket") == pytest.approx(100, abs=0.2)  # rounding may decide between two tokens
+    always_read = agreement(printed, "socket, first and recent")
+    assert 50 < always_read < agreement(printed, "socket"), "best tokens that are always read leave places empty"
     wrong = write(tmp_path / "wrong", "socket", SOCKET.replace("SIGN", "-1"))
     assert agreement(lines(wrong), "socket") < 50
-
-
-def test_best_tokens_that_are_always_read_leave_places_empty(tmp_path):
-    printed = lines(write(tmp_path, "socket", SOCKET.replace("SIGN * ", "")))
-    assert 50 < agreement(printed, "socket, first and recent") < agreement(printed, "socket")
-
-
-def test_a_package_is_imported_from_its_folder(tmp_path):
-    root = write(tmp_path, "knorm", KNORM)
-    assert agreement(lines(root), "knorm") == 100
 
 
 def test_what_cannot_be_compared_is_one_line_each(tmp_path, capsys):

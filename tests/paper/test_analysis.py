@@ -27,11 +27,11 @@ from harness.run.compose import load
 from harness.settings.config import RunConfig
 from methods.attention import Softmax
 from methods.infinigen import InfiniGen
-from tests.runs import letters, start
+from tests.living import tiny
+from tests.runs import letters, refusal_of, start
 from tests.tokens import ByteTokenizer
 
 NUM_TOKENS = 60
-FAMILIES = ("tiny_gqa", "tiny_opt", "tiny_gpt_neox")
 Points = dict[tuple[str, int | None, str, float | None], dict]
 
 
@@ -39,11 +39,6 @@ Points = dict[tuple[str, int | None, str, float | None], dict]
 def small_chunks(monkeypatch):
     """Chunks that do not divide the length."""
     monkeypatch.setattr(analysis, "MAX_CHUNK", 7)
-
-
-@pytest.fixture(params=FAMILIES)
-def model(request):
-    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -186,7 +181,9 @@ def num_hooks(model) -> int:
     return sum(len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.modules())
 
 
-def test_layer_inputs_are_the_direct_ones(model, text):
+@pytest.mark.parametrize("family", ["gqa", "opt", "gpt_neox"])
+def test_layer_inputs_are_the_direct_ones(family, text):
+    model = tiny(family)
     before = num_hooks(model)
     points = measured(model, settings(text, "table1"))
     assert num_hooks(model) == before
@@ -275,14 +272,16 @@ def test_layers_cache_what_their_kind_keeps(name):
     assert len({value for (series, *_), value in found.items() if series == "weights"}) == 1
 
 
-def test_latent_attention_caches_a_latent_and_a_rotary_key_for_all_heads():
-    described = as_config("deepseek", {"model_type": "deepseek_v3", "num_hidden_layers": 3})
-    assert kv_bytes(described, 2, 100) == 2 * 3 * 100 * (512 + 64) * 2
-
-
-def test_linear_attention_caches_no_tokens():
-    described = as_config("next", {"model_type": "qwen3_next", "num_hidden_layers": 4})
-    assert kv_bytes(described, 2, 100) == 2 * 1 * 100 * 2 * 2 * 256 * 2, "one layer of four has a KV cache"
+@pytest.mark.parametrize(
+    ("model_type", "num_layers", "elements"),
+    [
+        ("deepseek_v3", 3, 3 * (512 + 64)),  # a latent and a rotary key for all heads
+        ("qwen3_next", 4, 1 * 2 * 2 * 256),  # one layer of four has a KV cache
+    ],
+)
+def test_latent_and_linear_attention_cache_less(model_type, num_layers, elements):
+    described = as_config("some", {"model_type": model_type, "num_hidden_layers": num_layers})
+    assert kv_bytes(described, 2, 100) == 2 * 100 * elements * 2
 
 
 def test_the_sizes_need_no_weights(tmp_path):
@@ -304,9 +303,7 @@ REFUSED = {
 @pytest.mark.parametrize("command", REFUSED)
 def test_refuses_settings(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert main(command.split()) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"error: {REFUSED[command]}") and printed.count("\n") == 1
+    assert refusal_of(main, command.split(), capsys).startswith(REFUSED[command])
 
 
 @pytest.mark.parametrize(
@@ -324,10 +321,6 @@ def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message
     post_norm = tiny_model("opt", word_embed_proj_dim=64, do_layer_norm_before=False)
     with pytest.raises(UserError, match="norms after the residual sum"):
         run_analysis(settings(text, "table1"), loaded(post_norm))
-
-
-def test_refuses_a_text_that_is_too_short(tiny_llama, tmp_path):
-    short = tmp_path / "short.txt"
-    short.write_text("a" * 50)
+    text.write_text("a" * 50)
     with pytest.raises(UserError, match=r"analysis.num_tokens=60: the text has 50 tokens from token 0 on"):
-        run_analysis(settings(short, "fig5"), loaded(tiny_llama))
+        run_analysis(settings(text, "fig5"), loaded(tiny_llama))

@@ -34,36 +34,26 @@ def test_the_wheel_has_all_files_of_packages_and_configuration_and_the_shipped_t
     assert "kv-harness = harness.__main__:command" in (info / "entry_points.txt").read_text()
 
 
-def in_an_installation(site_packages: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def test_an_installation_finds_its_files_and_ones_own_tables_take_over_the_shipped_rows(site_packages, tmp_path):
     """Python in a working folder, with the project from the wheel's files alone."""
-    environment = os.environ | {"PYTHONPATH": str(site_packages), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def test_modules_find_their_files(site_packages, tmp_path):
     code = """
+import sys
 import plots.style
 from harness.settings import paths
 from harness.data.tasks import own_tasks
+from harness.results.columns import read_table
 from harness.results.environment import describe
+from harness.results.write import update
 from harness.run.compose import load
 assert paths.INSTALLED and str(paths.CONF_DIR).startswith(sys.argv[1])
 assert load(["method=infinigen"]).results_dir == "outputs" and own_tasks()
 assert describe()["commit"] is None
-"""
-    done = in_an_installation(site_packages, tmp_path, "-c", f"import sys{code}", str(site_packages))
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_table_of_ones_own_takes_over_the_shipped_rows(site_packages, tmp_path):
-    code = """
-from harness.results.columns import read_table
-from harness.results.write import update
 for folder in ("outputs", "outputs/qwen2.5-coder-0.5b", "mine"):
     rows = read_table(update(folder, "perplexity"))
     print(len(rows) > 0 and all(row["shipped"] for row in rows))
 """
-    done = in_an_installation(site_packages, tmp_path, "-c", code)
+    environment = os.environ | {"PYTHONPATH": str(site_packages), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-c", code, str(site_packages)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True", "False"], done.stderr
     assert (tmp_path / "outputs" / "tables" / "perplexity.md").is_file()

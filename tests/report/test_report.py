@@ -19,15 +19,9 @@ import plots
 from harness import report
 from harness.errors import UserError
 from harness.paper.costmodel import published
-from harness.report import page as report_page
 from harness.report.__main__ import main as report_main
 from harness.report.explorer import explorer
-from harness.report.sections import (
-    MODELLED,
-    REGISTRY,
-    entries_of,
-    published_sheet,
-)
+from harness.report.sections import MODELLED, REGISTRY, entries_of, published_sheet
 from harness.results import write as tables
 from harness.results.board_rows import OWN_BUDGET
 from harness.results.columns import ACCURACY, TableRow, names
@@ -67,16 +61,11 @@ def score(label: str, budget: float, value: float, **fields: Any) -> TableRow:
     return common | {"label": label, "budget": budget, "value": value} | fields
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_library():
-    """Bundling it takes seconds, and it has no part here; `test_report_browser` runs it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_page, "library", lambda: "window.vegaEmbed = undefined;")
-        yield
+pytestmark = pytest.mark.usefixtures("no_library")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> Path:
+def results(tmp_path_factory, no_library) -> Path:
     """Records of three experiments, one run failed and one not begun; their tables and figures, a board, and
     the report."""
     folder = tmp_path_factory.mktemp("results")

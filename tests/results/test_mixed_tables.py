@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
-from harness.model import load as models
 from harness.model.load import LoadedModel
 from harness.results.columns import ACCURACY, OPTIONAL, names, read_table
 from harness.results.metrics import NUM_CONTEXTS, OF_SOME_RUNS
 from harness.run.cli import main
 from tests.living import tiny
 from tests.mixed_models import WINDOW, mixed
+from tests.runs import reading
 from tests.tokens import byte_tokenizer
 
 SEQ_LEN, PREFILL_LEN = 100, 40
@@ -45,16 +44,12 @@ EXPECTED: dict[str, dict[str, float]] = {
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Scores H2O on random letters with a tiny model in place of any other; returns the table's rows."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    text = tmp_path / "text.txt"
-    text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
 
     def score(name: str, *more: str) -> list[dict]:
         loaded = LoadedModel(tiny(name) if name == "gqa" else mixed(name), byte_tokenizer(), name, 512, name * 10)
-        monkeypatch.setattr(models, "load_model", lambda config: loaded)
-        lengths = [f"seq_len={SEQ_LEN}", f"prefill_len={PREFILL_LEN}", "num_windows=2", f"corpus.path={text}"]
-        assert main(["experiment=perplexity", "method=h2o", "method.dense_layers=2", *lengths, *more]) == 0
+        texts = reading(monkeypatch, tmp_path, loaded)
+        lengths = [f"seq_len={SEQ_LEN}", f"prefill_len={PREFILL_LEN}", "num_windows=2"]
+        assert main(["experiment=perplexity", "method=h2o", "method.dense_layers=2", *texts, *lengths, *more]) == 0
         return read_table(Path("outputs/tables/perplexity.csv"))
 
     return score

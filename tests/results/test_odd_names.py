@@ -10,22 +10,19 @@ from typing import Any
 
 import pytest
 
-import plots
-from harness.errors import UserError
 from harness.results import record as records
 from harness.results import write as tables
 from harness.results.columns import read_table
 from plots import data, style
 from plots.drawing import DRAWINGS
-from tests.plots.test_plots import write
-from tests.results.test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save
+from tests.results.test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save, shares
 
 LABELS = (
     "NA", "nan", "null", "None", "-", " ", "a\nb", "a\r\nb", "$\\foo$", "$x", "a|b", "a\\|b", "x" * 300,
     "x" * 150 + "y" + "x" * 149, "_hidden", "x]", "a[b]", "*", "**", "`x`", "<b>", "%s", "{0}", "\x1b[2J", "a,b", '"q"',
     "1.0", "True", "\\", "ü", "=1+1", "+1", "-1x", "@cmd", "\tx", "'=1", "''", "[a](b://c.de)", "www.a.de", "x@y.de",
 )  # fmt: skip
-SHARES = {"budget": 0.16, "budget_artifact": 0.1, "device_frac": 0.2, "resident_frac": 0.02}
+SHARES = shares(0.16)
 CHUNK = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": {"perplexity": 12.5, "perplexity_stderr": None}}
 
 
@@ -88,7 +85,7 @@ def test_a_figure_has_every_label(name, results):
     assert {"NA", "nan", "$\\foo$", "a|b", "a\\nb", f"{data.NARROW_SPACE}_hidden"} <= found
 
 
-@pytest.mark.parametrize("text", ("notes[draft].txt", "a [5, 0-20 %]", "offline[256:512]", "NA", "a\nb"))
+@pytest.mark.parametrize("text", ("a [5, 0-20 %]", "offline[256:512]", "NA", "a\nb"))
 def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
     for method in ("full", "h2o"):
         metrics = {text: TEXT_METRICS | SHARES}
@@ -105,11 +102,3 @@ def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
         figure = DRAWINGS["fig12"](data.Tables(tmp_path / "tables"), "fig12")
         figure.draw_without_rendering()
     assert len(figure.axes) == 1
-
-
-def test_where_no_figure_can_be_drawn_it_is_said_why(tmp_path):
-    with pytest.raises(UserError, match="tables: no table yet; `python run.py experiment=fig11`"):
-        plots.main(tmp_path)
-    write(tmp_path, "perplexity", [])
-    with pytest.raises(UserError, match=r"tables: no figure is drawn from perplexity\.csv alone; "):
-        plots.main(tmp_path)

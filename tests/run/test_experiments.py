@@ -14,15 +14,7 @@ from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 
 from harness.model.load import LoadedModel
-from harness.results.columns import (
-    ACCURACY,
-    ANALYSIS,
-    CAPACITY,
-    LATENCY,
-    OPTIONAL,
-    PUBLISHED_CSV,
-    names,
-)
+from harness.results.columns import ACCURACY, ANALYSIS, CAPACITY, LATENCY, OPTIONAL, PUBLISHED_CSV, names
 from harness.results.metrics import NEWER_OF_SERVING, NUM_CONTEXTS
 from harness.run.cli import main
 from harness.run.compose import composed

@@ -1,10 +1,8 @@
 """Processes that share a results folder, that are interrupted, killed, or find the disk full: nothing finished is lost,
 nothing is computed twice, and the same command ends with the same tables."""
 
-import csv
 import errno
 import os
-import random
 import re
 import signal
 import subprocess
@@ -21,11 +19,12 @@ from harness.errors import BugError, UserError
 from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
 from harness.results import record as records
+from harness.results.columns import read_table
 from harness.run import all_runs, runner
 from harness.run.compose import load
 from harness.run.runner import Run, run
 from tests.dying import linger
-from tests.runs import outcome
+from tests.runs import letters, outcome
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,31 +142,28 @@ LAUNCHERS = {
 }
 
 
-def launched(launcher: str, folder: Path, *words: str) -> subprocess.CompletedProcess:
+def launched(launcher: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> subprocess.CompletedProcess:
     """A sweep of accuracy of a tiny model, whose jobs a launcher of Hydra starts."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher}_launcher")
     tiny_model("llama", num_key_value_heads=2).save_pretrained(folder / "model")
     byte_tokenizer().save_pretrained(folder / "model")
-    text = folder / "text.txt"
-    text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
+    text = letters(folder, monkeypatch, 1000)
     toy = [f"model.path={folder / 'model'}", "budget=null", "seq_len=200", "prefill_len=100", "num_windows=1"]
     toy += [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "KV_HARNESS_CACHE": str(folder / "cache")}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "run.py"), "-m", *LAUNCHERS[launcher], *words, *toy]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_shares_of_a_grid_run_as_jobs(tmp_path):
+def test_shares_of_a_grid_run_as_jobs(tmp_path, monkeypatch):
     """One run of conf/experiment/choices.yaml makes all layers of a tiny model dense, which no other job notices."""
-    done = launched("joblib", tmp_path, "experiment=choices", "sweep.share=1/2,2/2")
+    done = launched("joblib", monkeypatch, tmp_path, "experiment=choices", "sweep.share=1/2,2/2")
     found = records.read_records(tmp_path / "outputs", "choices")
     statuses = {record["config"]["label"]: record["status"] for record in found}
     (failed,) = (label for label, status in statuses.items() if status != "finished")
     assert failed == "InfiniGen, dense_layers=4" and len(statuses) == 7
-    with (tmp_path / "outputs/tables/choices.csv").open(newline="") as stream:
-        own = {row["label"] for row in csv.DictReader(stream) if not row["shipped"]}
-    assert own == set(statuses) - {failed}, "of both jobs"
+    rows = read_table(tmp_path / "outputs/tables/choices.csv")
+    assert {row["label"] for row in rows if not row["shipped"]} == set(statuses) - {failed}, "of both jobs"
     said = f"error: 1 of [34] runs failed; the first, choices {failed}: .*must be < 4 layers"
     assert done.returncode == 2 and re.match(said, done.stderr.splitlines()[-1]), done.stderr
     assert re.search(r"\[HYDRA\]\s+#1 : ", done.stdout), "which jobs began"
@@ -194,10 +190,10 @@ class Once(PromptEvicting):
 """Sends submitit's signal that the job's time is over, in the first job alone."""
 
 
-def test_a_job_whose_time_is_over_begins_again(tmp_path):
+def test_a_job_whose_time_is_over_begins_again(tmp_path, monkeypatch):
     """Beside one that is refused, which it does not notice."""
     (tmp_path / "once.py").write_text(ONCE)
-    done = launched("submitit", tmp_path, "method=./once.py", "method.dense_layers=1,-1")
+    done = launched("submitit", monkeypatch, tmp_path, "method=./once.py", "method.dense_layers=1,-1")
     said = "".join(log.read_text() for log in tmp_path.glob("outputs/runs/.sweep/.submitit/*/*_log.out"))
     assert said.count("Requeued job") == 1 and "perplexity Once: interrupted before, run again" in said
     found = records.read_records(tmp_path / "outputs", "perplexity")

@@ -97,10 +97,7 @@ def test_words_may_hold_what_the_command_line_reads_as_syntax(label):
     assert [config.label for config in made({"runs": [{"method": "full", "label": label}]})] == [label]
 
 
-SWEEP = {
-    "settings": {"num_windows": 3},
-    "runs": [{"method": ["full", "h2o"]}, {"method": "int4", "seq_len": 2048}],
-}
+SWEEP = {"settings": {"num_windows": 3}, "runs": [{"method": ["full", "h2o"]}, {"method": "int4", "seq_len": 2048}]}
 
 
 def test_the_command_line_wins_over_what_the_grid_does_not_vary():
@@ -124,15 +121,9 @@ def test_a_method_limits_a_grid_of_methods_to_itself():
         ({}, "sweep.runs: must be a list"),
         ({"runs": ["method"]}, "sweep.runs=method: must be a group of settings"),
         ({"experiments": ["acuracy"]}, "sweep.experiments=acuracy: did you mean 'accuracy'"),
-        (
-            {"runs": [{}], "minutes": {"fig12": 5}},
-            "sweep.minutes.fig12: no run is of that experiment; allowed: perplexity$",
-        ),
+        ({"runs": [{}], "minutes": {"fig12": 5}}, "sweep.minutes.fig12: no run is of that experiment; allowed: perpl"),
         ({"runs": [{}], "minutes": {"fig11": 0}}, "sweep.minutes=0: must be above 0"),
-        *(
-            ({"runs": [{}], "share": share}, f"sweep.share={share}: must be K/N with K from 1 to N")
-            for share in ("9/8", "0/2", "2")
-        ),
+        *(({"runs": [{}], "share": share}, f"sweep.share={share}: must be K/N") for share in ("9/8", "0/2", "2")),
         ({"settings": [1], "runs": [{"method": "full"}]}, "sweep.settings=.* must be a group of settings"),
         ({"runs": [{"seq_len prefill_len": [512, 64]}]}, "seq_len prefill_len needs a list of lists of 2 values"),
         ({"runs": [{"method": "full"}, {"num_windows": 0}]}, "num_windows=0: must be at least 1"),
@@ -149,12 +140,14 @@ SWEEPS = {name: file.sweep for name, file in FILES.items() if "sweep" in file}
 
 @pytest.mark.parametrize("name", [name for name, sweep in SWEEPS.items() if "experiments" not in sweep])
 def test_every_sweep_composes_and_repeats_nothing(name, monkeypatch):
-    """With the hub's data, so that no entry is left out. A sweep of sweeps is tested by its parts."""
+    """With the hub's data, so that no entry is left out. A sweep of sweeps is tested by its parts, and one of all
+    methods at the smallest budget, which asks most of them."""
     monkeypatch.setattr("harness.data.rows.revision", lambda *_, **__: "1")
     monkeypatch.setattr("harness.data.ruler_package.packages", lambda task: [])  # ruler13's are optional
     root = ["sweep.data_root=hub"] if "data_root" in SWEEPS[name] else []
-    texts = ["sweep.texts=[README.md]"] if name == "confirm" else []  # files of its own
-    plan = read(f"experiment={name}", "data=hub", "data.root=null", *root, *texts)
+    given = {"confirm": ["sweep.texts=[README.md]"]}  # files of its own
+    given |= {"tune": ["sweep.budgets=[nearest:0.05]"], "board": ["sweep.budgets=[0.05]"]}
+    plan = read(f"experiment={name}", "data=hub", "data.root=null", *root, *given.get(name, []))
     digests = digests_of(plan.runs[0])
     ids = Counter((config.experiment, records.run_id(config, digests)) for config in plan.runs)
     assert max(ids.values()) == 1 and not any("is not given" in reason for _, reason in plan.left_out)
@@ -190,6 +183,10 @@ def test_a_sweep_may_consist_of_sweeps(library):
         assert [config.method_name for config in plan.runs] == ["oracle", "infinigen", "full", "h2o"]
         assert plan.runs[1].method.alpha == alpha and {config.seed for config in plan.runs} == {3}
         assert [config.num_windows for config in plan.runs[2:]] == [2, 2]
+    library("timed", "runs: [{experiment: [fig11, fig12, fig13]}]\nminutes: {fig11: 3, fig12: 4, fig13: 5}")
+    library("outside", "experiments: [timed]\nminutes: {fig11: 7, fig12: null}")
+    assert read("experiment=outside").minutes == {"fig11": 7, "fig12": None, "fig13": 5}, "the outer sweep says them"
+    assert read("experiment=outside", "sweep.minutes.fig11=9").minutes["fig11"] == 9
     library("snake", "experiments: [snake]")
     with pytest.raises(UserError, match="sweep.experiments=snake: contains itself"):
         read("experiment=snake")
@@ -218,13 +215,6 @@ def test_an_entry_without_what_it_needs_is_left_out(library, runs, capsys, tmp_p
     assert main(["experiment=outer"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[-1] == gap and lines.count(gap) == 2
-
-
-def test_the_outer_sweep_says_how_many_minutes(library):
-    library("inner", "runs: [{experiment: [fig11, fig12, fig13]}]\nminutes: {fig11: 3, fig12: 4, fig13: 5}")
-    library("outer", "experiments: [inner]\nminutes: {fig11: 7, fig12: null}")
-    assert read("experiment=outer").minutes == {"fig11": 7, "fig12": None, "fig13": 5}
-    assert read("experiment=outer", "sweep.minutes.fig11=9").minutes["fig11"] == 9
 
 
 def test_shares_are_disjoint_and_make_the_whole():
@@ -265,18 +255,6 @@ def test_runs_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, m
 # a sweep from start to end
 
 
-def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
-    assert main(["experiment=accuracy"]) == 0
-    assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
-    assert {config.num_windows for config in runs.configs} == {2}
-    printed = capsys.readouterr()
-    assert printed.err.startswith("experiment=accuracy: composing its runs\n"), "which takes seconds"
-    assert printed.out.count("budget (%)") == 1
-    assert printed.out.endswith("\n1 files of figures are in outputs/figures\n")
-    assert "3/3" in printed.err, "the progress bar"
-    assert Path("outputs/tables/fig12.csv").exists()
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small, capsys):
     def interrupt(config):
@@ -298,18 +276,18 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
     statuses = Counter(record["status"] for record in records.read_records("outputs", "fig12"))
     assert statuses == {"finished": 1, "interrupted": 1}
     assert main(["status=true"]) == 0
-    text = capsys.readouterr().out
-    assert row(text, "fig12")[:-1] == ["1", "0", "0", "1", "0"]
+    assert row(capsys.readouterr().out, "fig12")[:-1] == ["1", "0", "0", "1", "0"]
     assert main(["experiment=accuracy", "status=true"]) == 0
-    text = capsys.readouterr().out
-    assert row(text, "fig12")[:-1] == ["1", "0", "0", "1", "1"], "INT4's run was never begun"
+    assert row(capsys.readouterr().out, "fig12")[:-1] == ["1", "0", "0", "1", "1"], "INT4's run was never begun"
     runs.measure = outcome
     runs.configs.clear()
     assert main(["experiment=accuracy"]) == 0
-    assert [config.method_name for config in runs.configs] == ["h2o", "int4"]
-    printed = capsys.readouterr().out
-    assert "1 of 3 runs were finished before, skipped" in printed and "interrupted before, run again" in printed
-    assert "Full cache" in printed
+    assert [(config.method_name, config.num_windows) for config in runs.configs] == [("h2o", 2), ("int4", 2)]
+    out, err = capsys.readouterr()
+    assert "1 of 3 runs were finished before, skipped" in out and "interrupted before, run again" in out
+    assert err.startswith("experiment=accuracy: composing its runs\n") and "2/2" in err, "which takes seconds"
+    assert "Full cache" in out and out.count("budget (%)") == 1, "one table"
+    assert out.endswith("\n1 files of figures are in outputs/figures\n")
 
 
 @pytest.mark.parametrize(
@@ -363,7 +341,7 @@ def row(text: str, name: str = "perplexity") -> list[str]:
     return line.split()[1:]
 
 
-def test_every_state_is_counted_and_named(some):
+def test_every_state_is_counted_and_named(some, capsys):
     missing = Run.of(load(["method=oracle"]))
     with holding(some[3].path.parent, wait=False):
         text = status.render(status.of_runs([*some, missing]))
@@ -374,11 +352,10 @@ def test_every_state_is_counted_and_named(some):
     named = text.split("\n\n")[1].splitlines()
     assert named[0].startswith("running for 0:00:") and named[0].endswith(": perplexity INT8")
     assert named[1:] == ["failed: perplexity H2O: UserError: not well", "interrupted: perplexity INT4"]
-
-
-def test_a_folder_is_shown_without_its_grid(some, capsys):
     assert main(["status=true"]) == 0
     printed = capsys.readouterr()
-    assert row(printed.out) == ["1", "0", "1", "2", "0", "0:04:30"] and printed.err == ""
+    assert row(printed.out) == ["1", "0", "1", "2", "0", "0:04:30"] and printed.err == "", (
+        "of a folder without its grid"
+    )
     assert main(["status=true", "results_dir=elsewhere"]) == 0
     assert capsys.readouterr().out == "nothing was started yet\n" and not Path("elsewhere").exists()

@@ -7,14 +7,12 @@ import dataclasses
 import re
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from harness.results.columns import read_table, where
 from harness.run import cli, trust
 from harness.run.compose import load
 from harness.settings.paths import PACKAGES_DIR
-from methods.codecs.integers import IntegerCodec
 
 HOLDS = re.compile(r"\|\s+holds \|")
 
@@ -60,36 +58,19 @@ def test_a_second_start_token_is_seen(subject, few, monkeypatch):
         assert not trust.one_start_token(subject).holds
 
 
-def test_exact_generated_tokens_are_seen(subject, monkeypatch):
-    monkeypatch.setattr(IntegerCodec, "encode", lambda self, x: _packed_exact(self, x))
-    monkeypatch.setattr(IntegerCodec, "decode", lambda self, rows, head_dim, dtype: _exact(rows, dtype, head_dim))
-    assert not trust.generated_tokens_are_quantized(subject).holds
-
-
-KEPT: dict[bytes, torch.Tensor] = {}
-
-
-def _packed_exact(codec: IntegerCodec, x: torch.Tensor) -> torch.Tensor:
-    """Rows of the right size that stand for exact ones."""
-    rows = torch.randint(0, 256, (*x.shape[:-1], codec.row_bytes(x.shape[-1])), dtype=torch.uint8)
-    for row, exact in zip(rows.flatten(0, -2), x.flatten(0, -2), strict=True):
-        KEPT[bytes(row.tolist())] = exact.clone()
-    return rows
-
-
-def _exact(rows: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
-    found = [KEPT.get(bytes(row.tolist()), torch.zeros(head_dim)) for row in rows.flatten(0, -2)]
-    return torch.stack(found).view(*rows.shape[:-1], head_dim).to(dtype)
-
-
-def test_a_budget_without_effect_is_seen(subject, few, monkeypatch):
+@pytest.mark.parametrize(
+    ("check", "setting"),
+    [(trust.the_budget_bites, "budget="), (trust.generated_tokens_are_quantized, "codec=int4")],
+)
+def test_a_setting_without_effect_is_seen(check, setting, subject, few, monkeypatch):
+    """A budget that is not applied, and generated tokens that stay exact."""
     run = subject.run
 
     def deaf(self: trust.Subject, *words: str):
-        return run(*(word for word in words if not word.startswith("budget=")))
+        return run(*(word for word in words if not word.startswith(setting)))
 
     monkeypatch.setattr(trust.Subject, "run", deaf)
-    assert not trust.the_budget_bites(subject).holds
+    assert not check(subject).holds
 
 
 SHIPPED = PACKAGES_DIR / "results"
