@@ -79,6 +79,14 @@ tiny_llama, tiny_gqa, tiny_opt, tiny_qwen2 = map(of_family, ("llama", "gqa", "op
 tiny_qwen3, tiny_mistral, tiny_phi3, tiny_gpt_neox = map(of_family, ("qwen3", "mistral", "phi3", "gpt_neox"))
 
 
+@pytest.fixture(scope="session")
+def network() -> PreTrainedModel:
+    """A tiny Llama of its own, which ends no text."""
+    model = tiny_model("llama", num_key_value_heads=2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
 @pytest.fixture(autouse=True)
 def own_results_alone(monkeypatch) -> None:
     """No shipped results beside those of a test's runs, but where a test asks for `shipped_beside`."""

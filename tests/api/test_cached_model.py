@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from harness.api.cached_model import CachedModel
-from harness.errors import UserError
 from methods.full import Full
 from tests.cases import CASES, Case
 from tests.living import (
@@ -68,22 +67,6 @@ def test_a_methods_tokens_are_those_of_replay_at_the_budget_asked_for(name, budg
     torch.testing.assert_close(torch.stack(made.logits, 1), logits, atol=1e-4, rtol=0)
     assert torch.equal(made.sequences[:, PROMPT:], logits.argmax(-1))
     assert cached.usage.budget == pytest.approx(reads.budget)
-
-
-def test_padding_behind_a_prompt_is_refused_and_leaves_the_model_as_it_was():
-    """What `generate` does not take else is in test_generate_arguments.py."""
-    ids, plain = prompts_of("even")
-    ids, model = ids.repeat(2, 1), tiny("gqa")
-    behind = torch.tensor([[1] * PROMPT, [1] * 15 + [0] * 9])
-    before = model.config._attn_implementation
-    with (
-        pytest.raises(UserError, match=r"attention_mask: .*padding_side"),
-        attached_with_link() as (attached, _),
-        CachedModel(attached, Full()) as cached,
-    ):
-        cached.generate(ids, max_new_tokens=NEW, attention_mask=behind)
-    assert "forward" not in model.__dict__ and model.config._attn_implementation == before
-    assert model.generate(ids[:1], **plain).shape == (1, PROMPT + NEW)
 
 
 @pytest.mark.parametrize("name", ["infinigen", "h2o", "kivi"])

@@ -12,7 +12,6 @@ import torch
 import harness
 from harness.errors import UserError
 from harness.files import cache_dir
-from harness.model.tiny import tiny_model
 from tests.tokens import byte_tokenizer
 
 PROMPT = "A cache keeps what will be read again. " * 4
@@ -28,11 +27,6 @@ NESTED: list = []
 NESTED.append(NESTED)
 
 
-@pytest.fixture(scope="module")
-def network():
-    return tiny_model("llama", num_key_value_heads=2)
-
-
 @pytest.fixture
 def model(network, tmp_path):
     return harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / "results"), **SHORT)
@@ -46,54 +40,57 @@ def refusal(act) -> str:
     return message
 
 
+def named(given: object) -> str:
+    """A test's name, the same in every process: no address of an object."""
+    return re.sub(r" at 0x\w+", "", ascii(given))[:20]
+
+
 @pytest.mark.parametrize(
     "given",
     [None, 5, 3.5, True, Anything(), b"x", [], {}, torch.nn.Linear(2, 2), "", "~nobody_of_this_name/x", "x" * 5000,
      "a/" + "x" * 5000, "a\0b", "a/\0", "\ud800", "a/\ud800", "a b/c d", "a//b", "/no_such_folder",
      Path("/no_such_folder"), Path("a/b/c")],
-    ids=lambda given: repr(given)[:12],
+    ids=named,
 )  # fmt: skip
 def test_what_is_no_model_is_refused(given):
     assert refusal(lambda: harness.load(given)).startswith("model=")
 
 
-@pytest.mark.parametrize("given", [5, Anything()])
-def test_what_is_no_tokenizer_is_refused(given, network):
-    assert refusal(lambda: harness.load(network, given)).startswith("tokenizer=")
+LISTS = [None, [3], [], [None], [b"full"], [["full"]], {"full"}, 5, Anything(), iter(["full"])]
+STRANGE = [Anything(), lambda: 3, b"x", {1, 2}, 1 + 2j, torch.ones(2), NESTED, {"a": Anything()}, "\ud800", [[[]]]]
+WRONG = {
+    "tokenizer": (lambda model, given: harness.load(model.loaded.model, given), [5, Anything()]),
+    "methods": (lambda model, given: model.perplexity(methods=given), [*LISTS, "full"]),
+    "method": (
+        lambda model, given: model.perplexity(methods=[given]),
+        ["", "a\0", "\ud800", "x" * 3000, "full\n", "full\r", "a\nb"],
+    ),
+    "tasks": (lambda model, given: model.tasks(given, methods=["full"]), [*LISTS, "kv_recall"]),
+    "prompt": (
+        lambda model, given: model.generate(given, method="full", max_new_tokens=2),
+        [None, 5, b"x", ["a"], Anything(), "", "\ud800", "a\ud800b"],
+    ),
+    "": (
+        lambda model, given: model.perplexity(methods=["h2o"], **{given: Anything()}),
+        ["platform", "method.heavy_frac", "results_dir", "codec", "data", "nothing", ""],
+    ),
+    "seq_len": (lambda model, given: model.perplexity(methods=["h2o"], seq_len=given), STRANGE),
+}
+"""Calls with values of an argument, by what is named where they are refused."""
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [(name, given) for name, (_, values) in WRONG.items() for given in values], ids=named
+)
+def test_what_an_argument_cannot_be_is_refused(name, given, model):
+    act, _ = WRONG[name]
+    assert name in refusal(lambda: act(model, given))
 
 
 def test_a_path_is_a_model(network, tmp_path):
     network.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     assert harness.load(tmp_path / "model").loaded.name == "model"
-
-
-LISTS = [None, [3], [], [None], [b"full"], [["full"]], {"full"}, 5, Anything(), iter(["full"])]
-
-
-def named(given: object) -> str:
-    """A test's name, the same in every process: no address of an object."""
-    return re.sub(r" at 0x\w+", "", ascii(given))[:20]
-
-
-@pytest.mark.parametrize("given", [*LISTS, "full"], ids=named)
-def test_what_is_no_list_of_methods_is_refused(given, model):
-    assert refusal(lambda: model.perplexity(methods=given)).startswith("methods=")
-
-
-@pytest.mark.parametrize("name", ["", "a\0", "\ud800", "x" * 3000, "full\n", "full\r", "a\nb"])
-def test_what_names_no_method_is_refused(name, model):
-    refusal(lambda: model.perplexity(methods=[name]))
-
-
-@pytest.mark.parametrize("given", [*LISTS, "kv_recall"], ids=named)
-def test_what_is_no_list_of_tasks_is_refused(given, model):
-    assert refusal(lambda: model.tasks(given, methods=["full"])).startswith("tasks=")
-
-
-@pytest.mark.parametrize("given", [None, 5, b"x", ["a"], Anything(), "", "\ud800", "a\ud800b"], ids=ascii)
-def test_what_is_no_prompt_is_refused(given, model):
-    assert "prompt" in refusal(lambda: model.generate(given, method="full", max_new_tokens=2))
 
 
 def calls_with(model, method, budget):
@@ -116,25 +113,6 @@ def test_what_is_no_budget_is_refused(number, model):
     """Each by one call and method in turn: they all read it in one place."""
     method = ("full", "h2o")[number % 2]
     assert "budget" in refusal(calls_with(model, method, BUDGETS[number])[number % 3])
-
-
-@pytest.mark.parametrize("method", ["full", "h2o"])
-def test_every_call_refuses_what_is_no_budget(method, model):
-    for act in calls_with(model, method, "nearest:2"):
-        assert "budget" in refusal(act)
-
-
-NAMES = ["seq_len", "platform", "method.heavy_frac", "results_dir", "codec", "data", "nothing", ""]
-STRANGE = [Anything(), lambda: 3, b"x", {1, 2}, 1 + 2j, torch.ones(2), NESTED, {"a": Anything()}, "\ud800", [[[]]]]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [*((name, STRANGE[0]) for name in NAMES), *(("seq_len", value) for value in STRANGE)],
-    ids=lambda word: ascii(word)[:12],
-)
-def test_a_setting_of_a_strange_type_is_refused(name, value, model):
-    refusal(lambda: model.perplexity(methods=["h2o"], **{name: value}))
 
 
 @pytest.mark.parametrize("name", ["experiment", "corpus.path"])

@@ -12,7 +12,6 @@ import harness
 from harness.errors import UserError
 from harness.model import dense_prompts
 from harness.model.dense_prompts import DensePrompts
-from harness.model.tiny import tiny_model
 from harness.results.record import read_all
 from harness.run.cli import main
 from tests.runs import calls_of
@@ -20,13 +19,6 @@ from tests.tokens import byte_tokenizer
 
 PROMPT = "What is a cache?"
 SHORT = {"num_windows": 2, "seq_len": 96, "prefill_len": 32, "calibration.num_tokens": 64, "platform.link_gbps": 1}
-
-
-@pytest.fixture(scope="module")
-def network():
-    model = tiny_model("llama", num_key_value_heads=2)
-    model.generation_config.eos_token_id = None
-    return model
 
 
 @pytest.fixture
@@ -47,15 +39,15 @@ def test_generate_gives_the_models_own_text_and_its_bytes(model, network):
 def test_methods_of_one_call_share_their_dense_prompts(model, network, tmp_path, monkeypatch):
     """Also of a model in memory: each window's prompt runs once, and every number is that of methods that run alone."""
     kept, asked = calls_of(monkeypatch, dense_prompts, "_run_into_file"), calls_of(monkeypatch, DensePrompts, "get")
-    methods = ["full", "quest", "h2o", "streaming"]
+    methods = ["full", "h2o", "streaming"]
     words = {"budget": "nearest:0.6", "quiet": True}
     together = model.perplexity(methods=methods, **words)
-    assert (len(kept), len(asked)) == (SHORT["num_windows"], 4 * SHORT["num_windows"])
+    assert (len(kept), len(asked)) == (SHORT["num_windows"], 3 * SHORT["num_windows"])
     alone = []
     for method in methods:
         one = harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / method), **SHORT)
         alone.append(one.perplexity(methods=[method], **words))
-    assert len(asked) == 4 * SHORT["num_windows"], "one method alone keeps nothing"
+    assert len(asked) == 3 * SHORT["num_windows"], "one method alone keeps nothing"
     shared = ["label", "perplexity", "kl_nats", "budget"]
     pd.testing.assert_frame_equal(together[shared], pd.concat(alone, ignore_index=True)[shared])
     assert model.resources.loaded.prompts is None and not model.resources.shares_prompts
@@ -149,27 +141,6 @@ def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):
     assert main(["method=full", f"model.path={tmp_path / 'model'}", *words]) == 0
     assert "finished before, skipped" in capsys.readouterr().out
     assert len(list(read_all(tmp_path / "results"))) == 1
-
-
-def test_attach_decodes_with_transformers_generate_and_leaves_the_model(network, tmp_path):
-    ids = torch.randint(3, 200, (2, 24), generator=torch.Generator().manual_seed(0))
-    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
-    expected = network.generate(ids, **asked)
-    network.train()
-    forward = network.forward
-    with harness.attach(network, method="full", results_dir=str(tmp_path), **SHORT) as cached:
-        assert torch.equal(cached.generate(ids, **asked), expected)
-        assert cached.usage.h2d_bytes > 0
-    assert network.training and network.forward == forward
-    with pytest.raises(UserError, match="true scores"), harness.attach(network, method="oracle", **SHORT):
-        pytest.fail("refused")
-    assert network.training
-    with harness.attach(
-        network, byte_tokenizer(), method="infinigen", budget=0.6, results_dir=str(tmp_path), **SHORT
-    ) as cached:
-        cached.generate(ids, **asked)
-        assert cached.usage.budget == pytest.approx(0.6, abs=0.05)
-    network.eval()
 
 
 @pytest.mark.parametrize(
