@@ -1,6 +1,5 @@
 """Speed runs: what is counted and timed, every label, refusals, sweeps in child processes, interruptions."""
 
-import csv
 import json
 import os
 import statistics
@@ -43,7 +42,7 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infinigen2 import InfiniGen2
 from tests.dying import die
-from tests.runs import reading, tiny_loaded
+from tests.runs import calls_of
 
 BATCH, PROMPT = 2, 40
 ON_A_LINK = [label for label in COUNTED if label not in ON_A_DISK]
@@ -76,6 +75,7 @@ def timed(model, ids, timed_run, *, bytes_per_s=FAST, overlap=True, shared=True)
 HEADS, HEAD_DIM = 2, 16
 EXACT = BATCH * HEADS * 2 * HEAD_DIM * 4  # a token's K and V in fp32, over batch and KV heads
 INT4 = BATCH * HEADS * 2 * (4 + HEAD_DIM // 2)  # lo and step in fp16, then half a byte an element
+HALF = EXACT + INT4  # in two layers of four
 OWN = 8 * 4 * EXACT  # the current tokens of the timed steps, in all layers
 CACHED = sum(PROMPT + s for s in TIMED)  # tokens that a layer uses in the timed steps which reads all of them
 SELECTED = EXACT * (2 * CACHED + 8 * 2 * 5)
@@ -87,12 +87,7 @@ PROJECTION = EXACT * 2 * 8 * 16 * 5 // 32  # 16 x 5 numbers a step and layer
     ("timed_run", "h2d_bytes", "d2h_bytes", "read_there"),
     [
         (TimedRun(Full(), SHAPE), EXACT * 4 * CACHED, OWN, 0),
-        (
-            TimedRun(Full(dense_layers=2), SHAPE, codec=IntegerCodec("int4")),
-            (EXACT + INT4) * 2 * CACHED,
-            8 * 2 * (EXACT + INT4),
-            0,
-        ),
+        (TimedRun(Full(dense_layers=2), SHAPE, codec=IntegerCodec("int4")), HALF * 2 * CACHED, 8 * 2 * HALF, 0),
         (TimedRun(InfiniGen(fixed_fetch=5), SHAPE), SELECTED, OWN, COLUMNS + PROJECTION),
         (TimedRun(Full(), SHAPE, placement="device"), 0, 0, EXACT * 4 * CACHED),
     ],
@@ -115,10 +110,13 @@ def test_a_link_of_known_rate_takes_its_time_and_without_overlap_all_of_it_is_wa
     assert 0.9 * moved / slow <= busy_s <= steps_s + 0.05
     assert metrics["link_utilisation"] == pytest.approx(busy_s / steps_s, rel=0.3)
     assert 0 < metrics["exposed_transfer_s"] < metrics["decode_s"]
+    assert metrics["host_kv_bytes"] == 4 * (PROMPT + 12) * EXACT and metrics["hit_rate"] == 0
     waiting, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=slow, overlap=False)
     all_of_it = 11 / 8 * sum(4 * (PROMPT + s) for s in TIMED) * EXACT / slow
     assert waiting["exposed_transfer_s"] >= 0.95 * all_of_it
     assert metrics["exposed_transfer_s"] < waiting["exposed_transfer_s"]
+    fast, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=1e12)
+    assert 0 < fast["link_utilisation"] < metrics["link_utilisation"] <= 1.0001
 
 
 def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
@@ -187,17 +185,6 @@ def test_a_method_that_runs_the_prompt_itself_does_not_count_the_shared_pass(tin
 
     _, samples = timed(tiny_gqa, ids, TimedRun(Sees(), SHAPE))
     assert samples["dense_s"] == [0, 0] and min(samples["begin_s"]) > 0
-
-
-def test_a_slow_link_is_busy_and_a_fast_one_hardly(tiny_gqa, ids):
-    slow, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=2e6)
-    fast, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=1e12)
-    assert 0.95 < slow["link_utilisation"] <= 1.0001
-    assert 0 < fast["link_utilisation"] < slow["link_utilisation"]
-    assert slow["host_kv_bytes"] == 4 * (PROMPT + 12) * EXACT and slow["hit_rate"] == 0
-    ideal, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE, placement="device"))
-    assert (ideal["link_utilisation"], ideal["hit_rate"], ideal["host_kv_bytes"]) == (None, None, 0)
-    assert ideal["device_kv_bytes"] == slow["host_kv_bytes"]
 
 
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
@@ -272,6 +259,7 @@ def test_a_share_of_the_weights_is_another_run_of_the_same_system():
     [
         (["method=infinigen", "method.alpha=7"], "infinigen"),
         (["system=offload+h2o", "method=h2o", "method.heavy_frac=0.05"], "offload+h2o"),
+        (["system=offload+h2o", "method.dense_layers=2"], "offload+h2o"),
         (["system=offload", "method=h2o"], "offload+h2o"),
         (["system=offload+int4", "method=quest"], "quest+int4 (host)"),
         (["method=streaming", "codec=int8", "placement=device"], "streaming+int8 (device)"),
@@ -279,59 +267,49 @@ def test_a_share_of_the_weights_is_another_run_of_the_same_system():
     ],
 )
 def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
-    assert load(["experiment=latency", *overrides]).label == label
-
-
-def test_a_system_may_leave_first_layers_to_the_full_cache():
-    default, given = (
-        load(["experiment=latency", "system=offload+h2o", *more]) for more in ([], ["method.dense_layers=2"])
-    )
-    assert default.method == H2O() and given.method == H2O(dense_layers=2)
-    assert default.label == given.label == "offload+h2o"
+    config = load(["experiment=latency", *overrides])
+    assert config.label == label
+    assert config.method.dense_layers == 2 or "method.dense_layers=2" not in overrides
 
 
 ON_CUDA = ["platform=cuda"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["gen_len=10"], "gen_len=10: has 9 decode steps; warmup_steps [+] timed_steps are 10"),
-        (["method=oracle"], "placement=host: Oracle selects by the true scores"),
-        (["placement=device", "platform.overlap=false"], "platform.overlap=false: placement=device uses no link"),
-        (
-            ["method=infinigen-pool", "method.pool_frac=0.5", "method.eviction=artifact"],
-            "method.eviction=artifact: .*not decoded live",
-        ),
-        (["platform.link_gbps=0"], "platform.link_gbps=0: must be above 0"),
-        ([*ON_CUDA, "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
-        (["label=ideal"], "label=ideal: names a system; a system is chosen by system=NAME, and this run is infinigen"),
-        (["system=ideal", "placement=host", "label=ideal"], "label=ideal: .* this run is offload"),
-        (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
-        (["placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
-        ([*ON_CUDA, "placement=managed", "gpu_cache=2"], "gpu_cache=2: placement=managed fetches no"),
-        ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
-        ([*ON_CUDA, "system=uvm", "platform.device_gib=0"], "platform.device_gib=0: must be above 0"),
-        ([*ON_CUDA, "system=offload", "platform.device_gib=48"], "platform.device_gib=48: is for placement=managed"),
-        (
-            ["platform.device_gib=48", "platform.weights_on_device=0.5"],
-            "platform.device_gib=48 and platform.weights_on_",
-        ),
-        (["time_limit_s=0"], "time_limit_s=0: must be at least 1"),
+REFUSED = {
+    "gen_len=10: has 9 decode steps; warmup_steps [+] timed_steps are 10": ["gen_len=10"],
+    "placement=host: Oracle selects by the true scores": ["method=oracle"],
+    "platform.overlap=false: placement=device uses no link": ["placement=device", "platform.overlap=false"],
+    "method.eviction=artifact: .*not decoded live": [
+        "method=infinigen-pool", "method.pool_frac=0.5", "method.eviction=artifact",
     ],
-)
-def test_refuses(overrides, message):
+    "platform.link_gbps=0: must be above 0": ["platform.link_gbps=0"],
+    "platform.link_gbps=3.0: sets the emulated link of platform=cpu": [*ON_CUDA, "platform.link_gbps=3"],
+    "label=ideal: names a system; .* chosen by system=NAME, and this run is infinigen": ["label=ideal"],
+    "label=ideal: .* this run is offload": ["system=ideal", "placement=host", "label=ideal"],
+    "prompt=null: experiment=generate needs a text": ["experiment=generate", "prompt=null"],
+    "placement=managed: needs platform=cuda; allowed on cpu: device": ["placement=managed"],
+    "gpu_cache=2: placement=managed fetches no": [*ON_CUDA, "placement=managed", "gpu_cache=2"],
+    "overlap=false: .*no link; use placement=host": [*ON_CUDA, "placement=managed", "platform.overlap=false"],
+    "platform.device_gib=0: must be above 0": [*ON_CUDA, "system=uvm", "platform.device_gib=0"],
+    "platform.device_gib=48: is for placement=managed": [*ON_CUDA, "system=offload", "platform.device_gib=48"],
+    "platform.device_gib=48 and platform.weights_on_": ["platform.device_gib=48", "platform.weights_on_device=0.5"],
+    "time_limit_s=0: must be at least 1": ["time_limit_s=0"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refuses(message):
     with pytest.raises(UserError, match=message) as refusal:
-        load(["experiment=latency", *overrides])
+        load(["experiment=latency", *REFUSED[message]])
     assert "\n" not in str(refusal.value)
 
 
 @pytest.fixture
 def tiny_runs(monkeypatch, tmp_path, tiny_gqa):
-    """Runs on a tiny model with random weights, in an empty current folder."""
+    """A run on a tiny model with random weights and a short text, in an empty current folder."""
     monkeypatch.chdir(tmp_path)
     loaded = LoadedModel(tiny_gqa, None, "tiny", 512, "f" * 64, random_ids=RandomIds(256, start=1))
     monkeypatch.setattr(models, "load_model", lambda config: loaded)
+    monkeypatch.setattr("harness.data.text.offline_text", lambda: "A cache of keys and values. " * 99)
+    return ONE_RUN
 
 
 def records():
@@ -339,31 +317,24 @@ def records():
 
 
 def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_once(tiny_runs, monkeypatch, capsys):
-    shapes = []
-
-    def run_once(attached, ids, repeats):
-        shapes.append((*ids.shape, repeats))
-        return run_shared_prompt(attached, ids, repeats)
-
-    monkeypatch.setattr(speed, "run_shared_prompt", run_once)
-    assert main(["-m", *ONE_RUN, f"system={','.join(ON_A_LINK)}"]) == 0
-    with Path("outputs/tables/latency.csv").open(newline="") as stream:
-        rows = {row["label"]: row for row in csv.DictReader(stream)}
+    passes = calls_of(monkeypatch, speed, "run_shared_prompt")
+    assert main(["-m", *tiny_runs, f"system={','.join(ON_A_LINK)}"]) == 0
+    rows = {row["label"]: row for row in columns.read_table(Path("outputs/tables/latency.csv"))}
     assert set(rows) == set(ON_A_LINK)
     for label, row in rows.items():
         absent = {"weights_on_device", "weight_bytes"}
         absent |= {"link_bytes_per_s", "link_utilisation", "hit_rate"} if label == "ideal" else set()
         absent |= {"prediction_s"} if "infinigen" not in label else set()
         absent |= {"tokens_evicted"} if "h2o" not in label else set()
-        assert {name for name, value in row.items() if value == ""} - {"settings", "shipped"} == absent, label
+        assert {name for name, value in row.items() if value in ("", None)} - {"settings", "shipped"} == absent, label
         unused = {UNMET_BUDGET.name, *columns.names(OF_DISK)}
         assert set(columns.names(columns.LATENCY)) - set(row) == unused
-        assert (row["source"], row["platform"], row["batch_size"]) == ("emulated", "cpu", "2")
+        assert (row["source"], row["platform"], row["batch_size"]) == ("emulated", "cpu", 2)
         assert float(row["exposed_transfer_s"]) == 0 or label != "ideal"
     assert float(rows["offload+int4"]["budget"]) < 1 == float(rows["offload"]["budget"])
     assert float(rows["infinigen+reuse"]["h2d_bytes"]) < float(rows["infinigen"]["h2d_bytes"])
     assert "offload-pageable" in capsys.readouterr().out
-    assert shapes == [(2, 40, 2)]
+    assert [(*ids.shape, repeats) for _, ids, repeats in passes] == [(2, 40, 2)]
     assert {path.stem for path in Path("outputs/tables").glob("fig*.csv")} == {"fig14", "fig15", "fig16a", "fig18"}
     (record,) = (each for each in records() if each["config"]["label"] == "offload")
     assert (record["kind"], record["status"]) == ("latency", "finished")
@@ -384,7 +355,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
     ],
 )
 def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, capsys):
-    assert main([*ONE_RUN, *overrides]) == 2
+    assert main([*tiny_runs, *overrides]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and len(line) < 300
     assert [record["status"] for record in records()] == ["failed"]
@@ -415,18 +386,15 @@ def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
     assert [(record["status"], record["error"]) for record in kept] == 2 * [("failed", f"UserError: {outcomes[0]}")]
 
 
-@pytest.mark.parametrize(
-    ("platform", "labels", "left_out"), [("cpu", ON_A_LINK, 16), ("cuda", [*ON_A_LINK, "uvm", "uvm+h2o"], 0)]
-)
-def test_speed_grids_time_every_label_at_every_shape(platform, labels, left_out):
-    chosen = ["experiment=speedup-paper", "sweep.fixed_fetch=64", f"platform={platform}"]
+def test_a_speed_grid_times_every_label_at_every_shape():
+    """On the CPU; what a card has beside them is tested with its size."""
+    chosen = ["experiment=speedup-paper", "sweep.fixed_fetch=64", "platform=cpu"]
     plan = read_plan(composed(chosen).sweep, chosen)
-    configs = plan.runs
-    shapes = {(config.latency.batch_size, config.latency.prompt_len) for config in configs}
-    assert len(configs) == len(shapes) * len(labels)
-    assert {config.label for config in configs} == set(labels)
-    assert len(plan.left_out) == left_out, "managed memory is CUDA's"
-    assert {config.method.fixed_fetch for config in configs if config.method_name == "infinigen"} == {64}
+    shapes = {(config.latency.batch_size, config.latency.prompt_len) for config in plan.runs}
+    assert len(plan.runs) == len(shapes) * len(ON_A_LINK)
+    assert {config.label for config in plan.runs} == set(ON_A_LINK)
+    assert len(plan.left_out) == 16, "managed memory is CUDA's"
+    assert {config.method.fixed_fetch for config in plan.runs if config.method_name == "infinigen"} == {64}
 
 
 def card(monkeypatch, gib):
@@ -470,12 +438,10 @@ def test_a_managed_run_is_refused_before_its_weights_are_loaded(monkeypatch):
     load([*words, "batch_size=4000"])  # the arithmetic knows no such family; its session will ask
 
 
-def test_a_host_that_shows_too_little_is_refused_until_the_settings_say_more(monkeypatch, tmp_path, capsys):
-    texts = reading(monkeypatch, tmp_path, tiny_loaded())
+def test_a_host_that_shows_too_little_is_refused_until_the_settings_say_more(tiny_runs, monkeypatch, capsys):
     shown = SimpleNamespace(total=2**20, available=2**18)
     monkeypatch.setattr(files.psutil, "virtual_memory", lambda: shown)
-    words = ["experiment=latency", *texts[1:], "system=offload", "batch_size=2", "prompt_len=40", "gen_len=6"]
-    words += ["timed_steps=1", "calibration.num_tokens=40", "platform.link_gbps=1"]
+    words = [*tiny_runs, "system=offload"]
     assert main(words) == 2
     refusal = capsys.readouterr().err.strip()
     assert refusal.startswith("error: the shared prompt with a cache needs 0.0 GiB of cpu memory")
