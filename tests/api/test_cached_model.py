@@ -1,13 +1,11 @@
-"""transformers' `generate` over a live cache: its own tokens, replay's tokens, refusals, and the model afterwards."""
+"""transformers' `generate` over a live cache: replay's tokens, inside of inference mode too."""
 
 import pytest
 import torch
 
 from harness.api.cached_model import CachedModel
-from methods.full import Full
 from tests.cases import CASES, Case
 from tests.living import (
-    FAMILIES,
     PROMPT,
     PROMPTS,
     attached_with_link,
@@ -24,46 +22,21 @@ NEW = 20
 @pytest.fixture(autouse=True)
 def no_end(monkeypatch):
     """A tiny model would come to its end token early."""
-    for family in FAMILIES:
-        monkeypatch.setattr(tiny(family).generation_config, "eos_token_id", None)
-
-
-def prompts_of(padding):
-    ids, real = token_batch(PROMPTS[padding], 0)
-    return ids, {"attention_mask": real.long(), "max_new_tokens": NEW}
-
-
-@pytest.mark.parametrize(
-    ("family", "padding", "placement"),
-    [*((family, "padded", "host") for family in FAMILIES), ("gqa", "even", "device")],
-)
-def test_full_generates_what_transformers_generates(family, padding, placement):
-    ids, asked = prompts_of(padding)
-    expected = tiny(family).generate(ids, do_sample=False, **asked)
-    with (
-        attached_with_link(family) as (attached, link),
-        CachedModel(attached, Full(), placement=placement, link=link) as cached,
-    ):
-        assert torch.equal(cached.generate(ids, do_sample=False, **asked), expected)
-    assert cached.usage.steps == NEW - 1 and cached.usage.budget == 1
-    assert (cached.usage.h2d_bytes > 0) == (cached.usage.d2h_bytes > 0) == (placement == "host")
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", None)
 
 
 @pytest.mark.parametrize(("name", "budget"), [("quest", None), ("infinigen", 0.7), ("h2o", 0.75)])
 def test_a_methods_tokens_are_those_of_replay_at_the_budget_asked_for(name, budget):
-    ids, asked = prompts_of("padded")
-    case = CASES[name]
+    case, (ids, real) = CASES[name], token_batch(PROMPTS["padded"], 0)
+    asked = {"attention_mask": real.long(), "max_new_tokens": NEW, "do_sample": False, "output_logits": True}
     with attached_with_link() as (attached, link):
-        cached = CachedModel(
-            attached, case.method, budget, calibration=calibration_of(attached), placement="host", link=link
-        )
-        with cached:
-            made = cached.generate(ids, do_sample=False, return_dict_in_generate=True, output_logits=True, **asked)
+        options = {"calibration": calibration_of(attached), "placement": "host", "link": link}
+        with CachedModel(attached, case.method, budget, **options) as cached:
+            made = cached.generate(ids, return_dict_in_generate=True, **asked)
         if budget is not None:
             assert cached.usage.budget == pytest.approx(budget, abs=0.02)
-            real = asked["attention_mask"].bool()
-            case = Case(cached.open_session(real, NEW).method)
-        logits, reads = replay_ids(attached, case, made.sequences, asked["attention_mask"].bool())
+            case = Case(cached.open_session(real.bool(), NEW).method)
+        logits, reads = replay_ids(attached, case, made.sequences, real.bool())
     torch.testing.assert_close(torch.stack(made.logits, 1), logits, atol=1e-4, rtol=0)
     assert torch.equal(made.sequences[:, PROMPT:], logits.argmax(-1))
     assert cached.usage.budget == pytest.approx(reads.budget)

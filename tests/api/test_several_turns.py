@@ -46,17 +46,17 @@ def cached_of(name: str, placement: str = "host") -> Iterator[CachedModel]:
             yield cached
 
 
-def talked(generate: Any, cache: Any, batch: int = 1, **settings: Any) -> list[torch.Tensor]:
+def generated(generate: Any, ids: torch.Tensor, cache: Any, **settings: Any) -> torch.Tensor:
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
+    return generate(ids, past_key_values=cache, **(asked | settings))
+
+
+def talked(generate: Any, cache: Any, batch: int = 1) -> list[torch.Tensor]:
     """The sequences after each turn, all turns on one cache."""
-    sequences = torch.empty(batch, 0, dtype=torch.long)
-    turns = []
+    turns = [torch.empty(batch, 0, dtype=torch.long)]
     for prompt in prompts_of(batch):
-        ids = torch.cat([sequences, prompt], 1)
-        mask = torch.ones_like(ids)
-        asked = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False} | settings
-        sequences = generate(ids, past_key_values=cache, **asked)
-        turns.append(sequences)
-    return turns
+        turns.append(generated(generate, torch.cat([turns[-1], prompt], 1), cache))
+    return turns[1:]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -79,15 +79,6 @@ def test_a_further_turn_is_its_tokens_decoded_one_by_one(name, batch):
         assert torch.equal(sequences[:, new], found[:, new.start - TURNS[0] : new.stop - TURNS[0]])
 
 
-def test_full_talks_as_the_bare_model_with_its_own_cache():
-    expected = talked(tiny("gqa").generate, DynamicCache())
-    with cached_of("full") as cached:
-        for found, own in zip(talked(cached.generate, cached.new_cache(ROOM)), expected, strict=True):
-            assert torch.equal(found, own)
-        again = talked(cached.generate, cached.new_cache(ROOM), return_dict_in_generate=False, do_sample=False)
-        assert torch.equal(again[-1], expected[-1])
-
-
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_windows_and_recurrent_states_go_on(family):
     network = tiny_family(family)
@@ -99,12 +90,11 @@ def test_windows_and_recurrent_states_go_on(family):
 
 def test_a_prompts_cache_of_the_models_call_goes_on():
     first, second, _ = prompts_of(1)
+    ids = torch.cat([first, second], 1)
     with cached_of("infinigen", "device") as cached:
         cached.max_new_tokens = ROOM
-        out = cached(first, use_cache=True)
-        ids = torch.cat([first, second], 1)
-        made = cached.generate(ids, past_key_values=out.past_key_values, max_new_tokens=NEW, do_sample=False)
-        rows = cached(ids[:, TURNS[0] :], past_key_values=cached(first, use_cache=True).past_key_values)
+        made = generated(cached.generate, ids, cached(first, use_cache=True).past_key_values)
+        rows = cached(second, past_key_values=cached(first, use_cache=True).past_key_values)
     assert int(made[0, ids.shape[1]]) == int(rows.logits[0, -1].argmax())
 
 
@@ -113,29 +103,25 @@ def test_padding_of_the_first_prompt_stays_padding():
     ids, real = token_batch((20, 14), 0)
     ids = torch.cat([torch.zeros(2, 4, dtype=torch.long), ids], 1)
     mask = torch.cat([torch.zeros(2, 4), real], 1).long()
-    second = prompts_of(2)[1]
-    asked = {"max_new_tokens": NEW, "do_sample": False}
 
     def two_turns(generate: Any, cache: Any) -> torch.Tensor:
-        made = generate(ids, attention_mask=mask, past_key_values=cache, **asked)
-        longer = torch.cat([made, second], 1)
-        seen = torch.cat([mask, torch.ones(2, longer.shape[1] - mask.shape[1], dtype=torch.long)], 1)
-        return generate(longer, attention_mask=seen, past_key_values=cache, **asked)
+        made = generated(generate, ids, cache, attention_mask=mask)
+        longer = torch.cat([made, prompts_of(2)[1]], 1)
+        seen = torch.cat([mask, torch.ones_like(longer[:, mask.shape[1] :])], 1)
+        return generated(generate, longer, cache, attention_mask=seen)
 
     expected = two_turns(tiny("gqa").generate, DynamicCache())
     with cached_of("full") as cached:
         assert torch.equal(two_turns(cached.generate, cached.new_cache(ROOM)), expected)
 
 
-def test_the_times_of_a_turn_are_its_own(monkeypatch):
+def test_the_times_of_a_turn_are_its_own():
+    first, second, _ = prompts_of(1)
     with cached_of("full") as cached:
         cache = cached.new_cache(ROOM)
-        first, second, _ = prompts_of(1)
-        made = cached.generate(first, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
-        before = cache.session.clock
-        assert len(before.step_s) == NEW - 1
-        ids = torch.cat([made, second], 1)
-        cached.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        made = generated(cached.generate, first, cache)
+        assert len(cache.session.clock.step_s) == NEW - 1
+        generated(cached.generate, torch.cat([made, second], 1), cache)
         intervals = cache.session.clock._intervals()
         num_rows = TURNS[1] + 1  # the last token of the turn before has not run
         assert len(intervals) == num_rows + NEW - 1
@@ -147,71 +133,67 @@ def continued(cached: CachedModel, change: Any, room: int = ROOM, **settings: An
     """A second turn whose ids are changed."""
     first, second, _ = prompts_of(1)
     cache = cached.new_cache(room)
-    made = cached.generate(first, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    made = generated(cached.generate, first, cache)
     ids = change(torch.cat([made, second], 1))
     return cached.generate(ids, **{"past_key_values": cache, "max_new_tokens": NEW, "do_sample": False} | settings)
 
 
-@pytest.mark.parametrize(
-    ("act", "said"),
-    [
-        (lambda cached: continued(cached, lambda ids: ids[:, :20]), r"input_ids: of shape \(1, 20\); allowed: the 24"),
-        (lambda cached: continued(cached, lambda ids: ids.repeat(2, 1)), r"input_ids: of shape \(2, 31\)"),
-        (lambda cached: continued(cached, lambda ids: ids.index_fill(1, torch.tensor([9]), 7)), "column 9 is not"),
-        (lambda cached: continued(cached, lambda ids: ids, attention_mask=torch.ones(1, 6)), "attention_mask: behind"),
-        (lambda cached: continued(cached, lambda ids: ids, room=12), "room for 12 tokens behind its first prompt"),
-        (lambda cached: continued(cached, lambda ids: ids, num_return_sequences=2, do_sample=True), "2 sequences, and"),
-        (lambda cached: continued(cached, lambda ids: ids, room=3), r"room for 3 tokens .*new_cache\(max_new_tokens=N"),
-        (
-            lambda cached: continued(cached, lambda ids: ids.repeat(1, 9)[:, :250]),
-            "room for 40 tokens behind its first",
-        ),
-        (lambda cached: cached.new_cache(0), "max_new_tokens=0: allowed: a number of tokens"),
-    ],
-)
-def test_what_does_not_go_on_is_one_line(act, said):
+def same(ids: torch.Tensor) -> torch.Tensor:
+    return ids
+
+
+REFUSED = {
+    r"input_ids: of shape \(1, 20\); allowed: the 24": lambda cached: continued(cached, lambda ids: ids[:, :20]),
+    r"input_ids: of shape \(2, 31\)": lambda cached: continued(cached, lambda ids: ids.repeat(2, 1)),
+    "column 9 is not": lambda cached: continued(cached, lambda ids: ids.index_fill(1, torch.tensor([9]), 7)),
+    "attention_mask: behind": lambda cached: continued(cached, same, attention_mask=torch.ones(1, 6)),
+    "room for 12 tokens behind its first prompt": lambda cached: continued(cached, same, room=12),
+    "2 sequences, and": lambda cached: continued(cached, same, num_return_sequences=2, do_sample=True),
+    r"room for 3 tokens .*new_cache\(max_new_tokens=N": lambda cached: continued(cached, same, room=3),
+    "room for 40 tokens behind": lambda cached: continued(cached, lambda ids: ids.repeat(1, 9)[:, :250]),
+    "max_new_tokens=0: allowed: a number of tokens": lambda cached: cached.new_cache(0),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_does_not_go_on_is_one_line(said):
     with cached_of("full") as cached, pytest.raises(UserError, match=said) as error:
-        act(cached)
+        REFUSED[said](cached)
     assert "\n" not in str(error.value)
 
 
 def test_a_refused_turn_leaves_the_cache():
     first, second, _ = prompts_of(1)
-    asked = {"max_new_tokens": NEW, "do_sample": False}
     with cached_of("h2o") as cached:
         expected = talked(cached.generate, cached.new_cache(ROOM))[1]
         cache = cached.new_cache(ROOM)
-        made = cached.generate(first, past_key_values=cache, **asked)
+        made = generated(cached.generate, first, cache)
         for wrong in (made[:, :3], torch.cat([made + 1, second], 1)):
             with pytest.raises(UserError):
-                cached.generate(wrong, past_key_values=cache, **asked)
-        assert torch.equal(cached.generate(torch.cat([made, second], 1), past_key_values=cache, **asked), expected)
-
-
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+                generated(cached.generate, wrong, cache)
+        assert torch.equal(generated(cached.generate, torch.cat([made, second], 1), cache), expected)
 
 
 def test_a_pipelines_chat_runs_the_whole_conversation_unless_it_is_given_a_cache():
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
     network = tiny_model("llama", num_key_value_heads=2, vocab_size=len(tokenizer))
-    network.generation_config.eos_token_id = None
-    network.generation_config.pad_token_id = 0
+    network.generation_config.update(eos_token_id=None, pad_token_id=0)
     with attach(network) as attached, CachedModel(attached, Full(), max_length=512) as cached:
         pipe = pipeline("text-generation", model=network, tokenizer=tokenizer)
 
-        def chat(**settings: Any) -> list[tuple[str, int]]:
-            turns, messages = [], []
+        def chat(**settings: Any) -> tuple[list[str], list[int]]:
+            """The answers, and the steps of each."""
+            messages, steps = [], []
             for words in ("What is it?", "And then?"):
-                messages = [*messages, {"role": "user", "content": words}]
+                asked = [*messages, {"role": "user", "content": words}]
                 with warnings.catch_warnings(action="ignore"):
-                    (made,) = pipe(messages, max_new_tokens=NEW, do_sample=False, **settings)
+                    (made,) = pipe(asked, max_new_tokens=NEW, do_sample=False, **settings)
                 messages = made["generated_text"]
-                turns.append((messages[-1]["content"], cached.usage.steps))
-            return turns
+                steps.append(cached.usage.steps)
+            return [message["content"] for message in messages[1::2]], steps
 
-        whole = chat()
-        assert [steps for _, steps in whole] == [NEW - 1, NEW - 1]
-        gone_on = chat(past_key_values=cached.new_cache(60))
-    assert [text for text, _ in gone_on] == [text for text, _ in whole]
-    assert gone_on[1][1] > 2 * NEW, "the second prompt was decoded"
+        whole, steps = chat()
+        gone_on, other_steps = chat(past_key_values=cached.new_cache(60))
+    assert gone_on == whole and steps == [NEW - 1, NEW - 1]
+    assert other_steps[1] > 2 * NEW, "the second prompt was decoded"
