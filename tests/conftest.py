@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ if not torch.cuda.is_available():  # kernels run on CPU tensors; Triton asks whe
 from hypothesis import settings
 from transformers import PreTrainedModel
 
+from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from tests.hub_standin import Hub, serving
 
@@ -68,6 +70,14 @@ numbers as selections and evictions need, for what computes in Python (`few`).""
 def tiny(family: str) -> PreTrainedModel:
     """A tiny random model, one for all tests."""
     return tiny_model(**({"model_type": family} | SHAPES[family]))
+
+
+@contextmanager
+def refused(said: str) -> Iterator[None]:
+    """The block is refused in one line that says so."""
+    with pytest.raises(UserError, match=said) as raised:
+        yield
+    assert "\n" not in str(raised.value)
 
 
 def of_family(family: str) -> Any:

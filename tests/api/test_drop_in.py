@@ -25,7 +25,7 @@ from harness.model.prompts import run_prompt
 from harness.model.tiny import tiny_model
 from methods.full import Full
 from tests.cases import CASES
-from tests.conftest import tiny
+from tests.conftest import refused, tiny
 from tests.living import calibration_of, token_batch
 from tests.replaying import open_session
 from tests.tokens import byte_tokenizer
@@ -73,14 +73,6 @@ def looks_of(model) -> dict:
         "attention": model.config._attn_implementation,
         "generation_config": model.generation_config.to_dict(),
     }
-
-
-@contextmanager
-def refused(said: str) -> Iterator[None]:
-    """The block is refused in one line that says so."""
-    with pytest.raises(UserError, match=said) as raised:
-        yield
-    assert "\n" not in str(raised.value)
 
 
 def run_in_threads(*uses: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from harness.model import dense_prompts
 from harness.model.dense_prompts import DensePrompts
 from harness.results.record import read_all
 from harness.run.cli import main
+from tests.conftest import refused
 from tests.runs import calls_of
 from tests.tokens import byte_tokenizer
 
@@ -81,8 +82,10 @@ def test_a_method_that_a_prompt_excludes_costs_the_others_nothing(model, caplog)
     assert list(frame.label) == ["Full cache", "Streaming"]
     (said,) = [message for message in caplog.messages if "no row" in message]
     assert said.startswith("perplexity SnapKV: no row, ") and "window" in said
-    frame = model.tasks(["kv_recall"], methods=["snapkv", "full"], num_samples=2, too_long="truncate", budget=0.5)
-    assert "Full cache" in list(frame.label)
+    frame = model.tasks(
+        ["kv_recall", "passkey"], methods=["snapkv", "full"], num_samples=2, too_long="truncate", budget=0.5
+    )
+    assert "Full cache" in list(frame.label) and "passkey_acc" in frame.columns
     with pytest.raises(UserError, match="window"):
         model.perplexity(methods=["snapkv"])
     with pytest.raises(UserError, match="method=snapkw"):
@@ -127,11 +130,6 @@ def test_bars_are_shown_in_terminals_and_notebooks_unless_it_is_to_be_quiet(mode
     assert shown() and not shown(quiet=True)
 
 
-def test_tasks_name_their_metrics(model):
-    frame = model.tasks(["kv_recall", "passkey"], methods=["full"], num_samples=2, too_long="truncate")
-    assert {"kv_recall_acc", "passkey_acc"} <= set(frame.columns) and len(frame) == 1
-
-
 def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):
     network.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
@@ -156,9 +154,8 @@ def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):
     ],
 )
 def test_what_is_wrong_is_one_line(model, act, said):
-    with pytest.raises(UserError, match=said) as raised:
+    with refused(said):
         act(model)
-    assert "\n" not in str(raised.value)
 
 
 def test_it_is_imported_from_any_folder(tmp_path):

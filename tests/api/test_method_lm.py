@@ -19,6 +19,7 @@ from harness.results import inputs
 from harness.results.record import read_all
 from harness.run.compose import load
 from harness.scoring.evaluation import ReplayEngine
+from tests.conftest import refused
 from tests.tokens import byte_tokenizer
 
 CHOICE: dict[str, Any] = {
@@ -82,10 +83,9 @@ def quick(monkeypatch):
 
 def project_samples(model: harness.Model, folder: Path, results: Path, **more: Any) -> dict[str, Any]:
     """By task, what `experiment=tasks` records of each question."""
-    settings = {name: value for name, value in SETTINGS.items() if name != "method"}
-    model.tasks(
-        list(TASKS), methods=["streaming"], include_path=str(folder), results_dir=str(results), **settings, **more
-    )
+    settings = {name: value for name, value in SETTINGS.items() if name != "method"} | more
+    where = {"include_path": str(folder), "results_dir": str(results)}
+    model.tasks(list(TASKS), methods=["streaming"], **where, **settings)
     (record,) = read_all(results)
     return record["samples"] | {"budgets": {name: record["metrics"][name]["budget"] for name in TASKS}}
 
@@ -153,9 +153,8 @@ def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tm
     ],
 )
 def test_a_wrong_setting_is_one_line(settings, said, model):
-    with pytest.raises(UserError, match=said) as raised:
+    with refused(said):
         harness.lm(model, **settings)
-    assert "\n" not in str(raised.value)
 
 
 # The command line

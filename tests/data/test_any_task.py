@@ -28,6 +28,7 @@ from harness.scoring.evaluation import run_tasks
 from harness.scoring.metrics import Repeat, joined, pass_at
 from harness.settings.config import DataConfig, RunConfig, SamplingConfig
 from methods.h2o import H2O
+from tests.conftest import refused
 from tests.data.test_tasks import loaded, refuse, settings, write_rows  # noqa: F401, a fixture
 from tests.tokens import byte_tokenizer
 
@@ -130,9 +131,8 @@ OFFLINE = "data=offline has kv_recall, .*, aime26 alone; needs data=hub"
 def test_a_name_is_refused_in_one_line(name, data, message, folder):
     if name == "toy_meant":
         (folder / "broken.yaml").write_text("task: toy_meant\ntag: [")
-    with pytest.raises(UserError, match=f"^{message}") as error:
+    with refused(f"^{message}"):
         load(["experiment=tasks", f"tasks=[{name}]", f"include_path={folder}", f"data={data}"])
-    assert "\n" not in str(error.value)
 
 
 def test_a_file_that_is_broken_does_not_cost_the_folder(folder, root, loaded, caplog):
@@ -315,36 +315,25 @@ class Mine(Theirs):
 
 
 class CountingMetric:
-    """In the place of the metrics that SQuAD 2 and SCROLLS fetch from the hub."""
+    """In the place of the metric that SQuAD 2 fetches from the hub."""
 
     def compute(self, predictions, references):
         return dict.fromkeys(["f1", "exact"], len(predictions))
 
 
-LONG_TEXT = "Mira keeps a red cup in the kitchen."
 LM_EVAL_CLASSES = {
     "swde.SWDE": [{"text": "Title: Heat. Year: 1995. The year is", "value": "1995", "key": "year"}] * 2,
     "squadv2.SQuAD2": [
-        {"id": "0", "title": "T", "context": LONG_TEXT, "question": "What?", "answers": {"text": ["a cup"]}}
-    ],
-    "scrolls.QuALITY": [
-        {
-            "id": "0",
-            "pid": "0",
-            "input": f"What?\n\n (A) a bag (B) a cup (C) it (D) no\n\n{LONG_TEXT}",
-            "outputs": ["a cup"],
-        }
+        {"id": "0", "title": "T", "context": "A red cup.", "question": "What?", "answers": {"text": ["a cup"]}}
     ],
 }
-"""A class that writes, one that writes and scores, and one that scores choices."""
+"""A class that writes, and one that writes and scores."""
 
 
 @pytest.mark.parametrize("place", LM_EVAL_CLASSES)
 def test_a_class_of_lm_eval_runs_as_with_hflm(place, tmp_path, loaded, monkeypatch):
     package, name = place.split(".")
     monkeypatch.setattr("evaluate.load", lambda *name, **options: CountingMetric())
-    monkeypatch.setattr("lm_eval.tasks.scrolls.task.load", lambda *name, **options: CountingMetric())
-    monkeypatch.setattr("lm_eval.tasks.scrolls.task._download_metric", lambda: "")
     rows = LM_EVAL_CLASSES[place]
     folder = tmp_path / "own"
     folder.mkdir()
@@ -358,14 +347,8 @@ def test_a_class_of_lm_eval_runs_as_with_hflm(place, tmp_path, loaded, monkeypat
         if "," in key and "stderr" not in key:
             assert outcome.metrics["mine"][metric] == pytest.approx(value), metric
     assert outcome.metrics["mine"]["num_samples"] == len(rows)
-    for sample, logged in zip(outcome.samples["mine"], theirs["samples"]["mine"], strict=True):
-        answer = logged["resps"][0][0]
-        if isinstance(answer, str):
-            assert sample["text"] == answer
-        else:
-            expected = [float(response[0][0]) for response in logged["resps"]]
-            assert sample["log_likelihoods"] == pytest.approx(expected, abs=1e-3)
-            assert sample["gold_text"].lower() == rows[sample["question"]]["outputs"][0].lower()
+    texts = [logged["resps"][0][0] for logged in theirs["samples"]["mine"]]
+    assert [sample["text"] for sample in outcome.samples["mine"]] == texts
 
 
 @pytest.mark.parametrize(
@@ -393,11 +376,11 @@ def test_a_class_with_images_is_refused(folder, root):
 
 
 def test_how_many_questions_were_truncated(folder, root, loaded):
-    config = settings("toy_sums", folder=folder, root=root)
-    assert "num_truncated" not in run_tasks(config, loaded).metrics["toy_sums"], "refused"
-    config = settings("toy_sums", folder=folder, root=root, task={"too_long": "truncate"})
-    assert run_tasks(config, loaded).metrics["toy_sums"]["num_truncated"] == 0
-    assert run_tasks(config, replace(loaded, max_length=16)).metrics["toy_sums"]["num_truncated"] == 3
+    refusing = settings("toy_sums", folder=folder, root=root)
+    cutting = settings("toy_sums", folder=folder, root=root, task={"too_long": "truncate"})
+    short = replace(loaded, max_length=16)
+    for config, model, expected in ((refusing, loaded, None), (cutting, loaded, 0), (cutting, short, 3)):
+        assert run_tasks(config, model).metrics["toy_sums"].get("num_truncated") == expected
 
 
 # Sampled answers
@@ -452,18 +435,21 @@ def test_answers_of_several_repeats(folder, root, loaded):
     metrics, samples = outcome.metrics["toy_sums"], outcome.samples["toy_sums"]
     texts = [[repeat["text"] for repeat in sample["repeats"]] for sample in samples]
     assert [len(set(each)) for each in texts] == [3] * 3 and len({text for each in texts for text in each}) > 6
-    assert [sample["text"] for sample in samples] == [each[0] for each in texts]
     for name in ("exact_match", "generated_tokens", "at_limit"):
-        values = [[repeat[name] for repeat in sample["repeats"]] for sample in samples]
-        assert metrics[name] == pytest.approx(statistics.mean(map(statistics.mean, values)))
-        assert [sample[name] for sample in samples] == pytest.approx([*map(statistics.mean, values)])
+        means = [statistics.mean(repeat[name] for repeat in sample["repeats"]) for sample in samples]
+        assert metrics[name] == pytest.approx(statistics.mean(means))
+        assert [sample[name] for sample in samples] == pytest.approx(means)
     assert 0 < metrics["generated_tokens"] <= 6 and metrics["num_samples"] == 3
-    alone = run_tasks(replace(config, sampling=replace(sampling, repeats=1)), loaded).samples["toy_sums"]
-    assert [sample["text"] for sample in alone] == [each[0] for each in texts], "the first repeat is a run of one"
     again = run_tasks(config, loaded)
     assert again.samples == outcome.samples and again.metrics == outcome.metrics
-    other = run_tasks(replace(config, seed=1), loaded).samples["toy_sums"]
-    assert [sample["text"] for sample in other] != [sample["text"] for sample in samples]
+
+    def first_of(changed: RunConfig) -> list[str]:
+        return [sample["text"] for sample in run_tasks(changed, loaded).samples["toy_sums"]]
+
+    firsts = [each[0] for each in texts]
+    alone = replace(config, sampling=replace(sampling, repeats=1))
+    assert [sample["text"] for sample in samples] == firsts == first_of(alone), "the first repeat is a run of one"
+    assert first_of(replace(alone, seed=1)) != firsts
 
 
 def test_a_task_that_samples_by_its_own_yaml(folder, root, loaded):
@@ -514,9 +500,8 @@ def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
         with (folder / "toy_bad.yaml").open("a") as file:
             file.write("process_docs: !function beside.rows\n")
     for name, place in (("toy_bad", ""), ("mixed", "its task toy_bad: ")):
-        with pytest.raises(UserError, match=f"^tasks={name}: {place}{reason}") as error:
+        with refused(f"^tasks={name}: {place}{reason}"):
             inputs.tasks(settings(name, folder=folder, root=root))
-        assert "\n" not in str(error.value)
 
 
 def test_longprocs_tasks_run_but_for_those_that_execute_what_a_model_writes(tmp_path, monkeypatch, loaded):
@@ -538,9 +523,8 @@ def test_longprocs_tasks_run_but_for_those_that_execute_what_a_model_writes(tmp_
 def test_without_a_hub_one_line_says_what_to_do(monkeypatch, loaded):
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"not cached.*data=local data.root=DIR with test.jsonl, .* in gsm8k/") as error:
+    with refused(r"not cached.*data=local data.root=DIR with test.jsonl, .* in gsm8k/"):
         load_suite(settings("gsm8k", data=DataConfig("hub")), loaded)
-    assert "\n" not in str(error.value)
 
 
 # Identity

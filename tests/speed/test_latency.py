@@ -41,6 +41,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infinigen2 import InfiniGen2
+from tests.conftest import refused
 from tests.dying import die
 from tests.runs import calls_of
 
@@ -170,9 +171,8 @@ def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(ti
     assert Followed.cached == [*([] if shared else [[]]), steps, steps, steps], "a prompt of ids has a warm-up"
     assert Followed.most_alive == 1, "of one session's memory"
     assert [len(repeat) for repeat in samples["step_s"]] == [4, 4, 4] and metrics["num_timed_steps"] == 12
-    assert len(samples["begin_s"]) == len(samples["dense_s"]) == 3 and len({*samples["dense_s"]}) == (
-        3 if shared else 1
-    )
+    assert len(samples["begin_s"]) == len(samples["dense_s"]) == 3
+    assert len({*samples["dense_s"]}) == (3 if shared else 1)
     once, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), replace(SHAPE, repeats=1), gpu_cache=1), shared=shared)
     assert once["ttft_spread_s"] is once["tpot_spread_s"] is None
     for name in ("h2d_bytes", "budget", "hit_rate", "device_kv_bytes"):
@@ -189,18 +189,16 @@ def test_a_method_that_runs_the_prompt_itself_does_not_count_the_shared_pass(tin
 
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     weights = sum(weight.nbytes for weight in tiny_gqa.parameters())
-    ideal, plain, caching = (
-        TimedRun(Full(), SHAPE, placement="device"),
-        *(TimedRun(InfiniGen(fixed_fetch=5), SHAPE, gpu_cache=gpu_cache) for gpu_cache in (0, 1)),
-    )
-    peak = {}
-    for timed_run in (ideal, plain, caching):
-        metrics, _ = timed(tiny_gqa, ids, timed_run)
-        peak[timed_run] = metrics["peak_device_bytes"] - weights
-        assert metrics["device_kv_bytes"] == peak[timed_run]
-    assert peak[ideal] == 4 * (PROMPT + 12) * EXACT
+
+    def beside_weights(method, **placed) -> int:
+        metrics, _ = timed(tiny_gqa, ids, TimedRun(method, SHAPE, **placed))
+        assert metrics["device_kv_bytes"] == metrics["peak_device_bytes"] - weights
+        return metrics["device_kv_bytes"]
+
+    assert beside_weights(Full(), placement="device") == 4 * (PROMPT + 12) * EXACT
+    plain, caching = (beside_weights(InfiniGen(fixed_fetch=5), gpu_cache=gpu_cache) for gpu_cache in (0, 1))
     buffers, lists = 2 * (5 + 1) * EXACT, 2 * BATCH * 2 * 5 * 2 * 8  # with room for the own row; int64, of 2 KV heads
-    assert peak[caching] == peak[plain] + buffers + lists, "in each of two layers"
+    assert caching == plain + buffers + lists, "in each of two layers"
 
 
 def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, ids):
@@ -297,9 +295,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_refuses(message):
-    with pytest.raises(UserError, match=message) as refusal:
+    with refused(message):
         load(["experiment=latency", *REFUSED[message]])
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.fixture
@@ -312,8 +309,12 @@ def tiny_runs(monkeypatch, tmp_path, tiny_gqa):
     return ONE_RUN
 
 
-def records():
-    return [json.loads(path.read_text()) for path in Path("outputs/runs/latency").glob("*/record.json")]
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def records() -> list[dict]:
+    return [*map(read, Path("outputs/runs/latency").glob("*/record.json"))]
 
 
 def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_once(tiny_runs, monkeypatch, capsys):
@@ -363,27 +364,26 @@ def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, ca
 
 def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    labels = ["offload", "infinigen", "offload-pageable"]
+    labels = ["offload", "infinigen"]
     configs = [load([*TINY, *ONE_RUN, f"system={label}"]) for label in labels]
     paths = list(all_runs.run_all(configs))
-    assert [json.loads(path.read_text())["config"]["label"] for path in paths] == labels
-    dense = {tuple(json.loads(path.read_text())["samples"]["dense_s"]) for path in paths}
+    assert [each["config"]["label"] for each in map(read, paths)] == labels
+    dense = {tuple(each["samples"]["dense_s"]) for each in map(read, paths)}
     assert len(dense) == 1 and len({*dense.pop()}) == 2, "a prefill for each repeat, in one process"
     monkeypatch.setattr(all_runs, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
     assert list(all_runs.run_all(configs)) == paths
-    assert "3 of 3 runs were finished before" in capsys.readouterr().out
+    assert "2 of 2 runs were finished before" in capsys.readouterr().out
 
 
 def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(all_runs, "_child", die)
-    configs = [load(["experiment=latency", f"system={label}"]) for label in ("ideal", "offload")]
-    runs = [Run.of(config) for config in configs]
+    runs = [Run.of(load(["experiment=latency", f"system={label}"])) for label in ("ideal", "offload")]
     outcomes = list(all_runs.run_apart(runs, time.time()))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
-    kept = [json.loads(run.path.read_text()) for run in runs]
-    assert [(record["status"], record["error"]) for record in kept] == 2 * [("failed", f"UserError: {outcomes[0]}")]
+    kept = [(record["status"], record["error"]) for record in (read(run.path) for run in runs)]
+    assert kept == 2 * [("failed", f"UserError: {outcomes[0]}")]
 
 
 def test_a_speed_grid_times_every_label_at_every_shape():
