@@ -20,8 +20,8 @@ QUESTIONS = ["Who sat?", "Who ate?"]  # of one length, so that T is the same alo
 NEW = 7
 SHORT = {"calibration.num_tokens": 64, "platform.link_gbps": 1, "max_new_tokens": NEW, "quiet": True}
 METHODS = {
-    "full": {},
     "infinigen": {"budget": 0.6},
+    "full": {},
     "h2o": {"budget": 0.6},
     "snapkv": {"budget": "nearest:0.6", "method.window": 8},
     "int4": {},

@@ -407,7 +407,6 @@ def card(monkeypatch, gib):
     ("gib", "more", "left_out", "reason"),
     [
         (None, [], [("uvm", 16), ("uvm", 20)], "need 52.8 GiB, and the card has 48.0; lower batch_size"),
-        (80, [], [("uvm", 16), ("uvm", 20)], "need 60.0 GiB, and the card has 48.0; lower batch_size"),
         (80, ["sweep.device_gib=null"], [], ""),
         (40, ["sweep.device_gib=null"], [("uvm", 12), ("uvm", 16), ("uvm", 20)], "and the card has 40.0"),
     ],
