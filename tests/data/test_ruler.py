@@ -41,6 +41,22 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "ruler"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_words():
+    """In place of six million pairs of words, which take lm-eval ten seconds."""
+    modules = [f"lm_eval.tasks.ruler.{name}" for name in ("prepare_niah", "niah_utils")]
+    words = [f"word{number}" for number in range(99)]
+    made = SimpleNamespace(_categories=dict.fromkeys(("nouns", "adjectives", "verbs"), words))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wonderwords", SimpleNamespace(RandomWord=lambda: made))
+        for module in modules:
+            patch.delitem(sys.modules, module, raising=False)
+        ruler._module("niah_single_1")
+    yield
+    for module in modules:
+        del sys.modules[module]
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return word_tokenizer()

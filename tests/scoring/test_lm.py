@@ -248,19 +248,15 @@ def test_chat_templates(monkeypatch):
     for call in (lambda: lm.apply_chat_template(turns), lambda: lm.chat_template(True)):
         with pytest.raises(UserError, match="apply_chat_template=true: model tiny has no chat template"):
             call()
-    template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
-        "[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
+    template = "{% if messages|length > 1 %}{{ raise_exception('no system') }}{% endif %}[{{ messages[0].content }}]"
     monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
     monkeypatch.setattr(TOKENIZER, "name_or_path", "a/b")
     stock = hflm()
-    assert lm.apply_chat_template(turns) == stock.apply_chat_template(turns) == "[user] hello[assistant]"
-    assert lm.chat_template(True) == template
+    assert lm.apply_chat_template(turns) == stock.apply_chat_template(turns) == "[hello]"
+    assert lm.chat_template(True) == template and lm.tokenizer_name == stock.tokenizer_name == "a__b"
     monkeypatch.setattr(TOKENIZER, "chat_template", "{{ 'a\\ud800' }}")
     with pytest.raises(UserError, match=r"^model tiny: its chat template makes '\\ud800', which is no UTF-8 text"):
         lm.apply_chat_template(turns)
-    assert lm.tokenizer_name == stock.tokenizer_name == "a__b"
 
 
 @pytest.mark.parametrize("given", ["^J", "86", None])
