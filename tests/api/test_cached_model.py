@@ -1,4 +1,4 @@
-"""transformers' `generate` over a live cache: replay's tokens, and turns, whose further prompts are decoded row by row."""
+"""transformers' `generate` over a live cache: replay's tokens, and turns, whose prompts are decoded row by row."""
 
 import warnings
 from collections.abc import Iterator

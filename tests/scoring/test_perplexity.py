@@ -27,7 +27,6 @@ from harness.settings.kinds import Outcome
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen
 from methods.streaming import Streaming
 from tests import reference as plain
 from tests.living import tiny
@@ -181,19 +180,6 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
         assert row["metrics"]["perplexity_stderr"] == pytest.approx(stderr_of([*map(math.exp, means)]), rel=1e-3)
         for name in ("nll", "nll_full"):  # the method is the full cache
             assert [window[name] for window in row["windows"]] == pytest.approx(means, rel=1e-4)
-
-
-def test_infinigen_is_calibrated_once_and_a_target_budget_is_met(loaded, text, tmp_path):
-    about = ("perplexity", loaded, text, InfiniGen(alpha=math.inf))
-    outcome = measure(*about, budget=0.7)
-    assert outcome["budget"] == pytest.approx(0.7, abs=0.01)
-    (file,) = (tmp_path / "cache" / "calibration").iterdir()
-    stamp = file.stat().st_mtime_ns
-    cached = range(20, 59)
-    tokens = [(t + 16) * 5 / (2 * 16) / t for t in cached]  # ceil(0.3 * 16) columns, and what makes them
-    index = 2 / 4 * sum(tokens) / len(tokens)  # in two of four layers
-    assert outcome["device_frac"] - outcome["budget"] == pytest.approx(index)
-    assert measure(*about, budget=0.7) == outcome and file.stat().st_mtime_ns == stamp
 
 
 def test_a_perplexity_that_overflows_names_its_window(text):
