@@ -304,7 +304,7 @@ def goes_on(model, ids, rows=2, batch=1, **settings):
     return model(ids[:, :rows].repeat(batch, 1), past_key_values=model(ids).past_key_values, **settings)
 
 
-NO_TEXT = {
+REFUSED = {
     "which of them are its prompt is not known.*prefill_len=N": lambda model, ids: model(ids, use_cache=False),
     "which of them are its prompt is not known": lambda model, ids: model(ids, labels=ids),
     "past_key_values=a DynamicCache: .*its own": lambda model, ids: model(ids, past_key_values=DynamicCache()),
@@ -337,18 +337,18 @@ NO_TEXT = {
     "max_new_tokens=1000000000: together": lambda model, ids: model.generate(ids, max_new_tokens=10**9),
 }
 """Calls that are refused, by what is said."""
-NO_TEXT_TO_SCORE = {
+REFUSED_TEXTS = {
     "labels: the tokens of the prompt .prefill_len=5": lambda model, ids: model(ids, labels=ids),
     "prefill_len=5: a text of 5 tokens leaves no row": lambda model, ids: model(ids[:, :5]),
     "padding at its ends": lambda model, ids: model(ids, attention_mask=ids % 2),
     "a text of 720 tokens, and the model takes 512": lambda model, ids: model(ids.repeat(1, 30)),
 }
-"""Those of a model that scores texts."""
+"""Those of a model that scores texts with `prefill_len=5`."""
 
 
-@pytest.mark.parametrize("said", [*NO_TEXT, *NO_TEXT_TO_SCORE])
+@pytest.mark.parametrize("said", [*REFUSED, *REFUSED_TEXTS])
 def test_what_it_cannot_is_one_line_and_leaves_the_model(said, model, attached):
-    act, scores = (NO_TEXT | NO_TEXT_TO_SCORE)[said], said in NO_TEXT_TO_SCORE
+    act, scores = (REFUSED | REFUSED_TEXTS)[said], said in REFUSED_TEXTS
     with attached(max_new_tokens=NEW, prefill_len=5 if scores else None), refused(said):
         try:
             act(model, IDS)
