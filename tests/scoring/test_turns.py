@@ -11,10 +11,9 @@ import yaml
 
 from harness.data import ruler
 from harness.errors import UserError
+from harness.model import dense_prompts
 from harness.model.attach import attach
-from harness.model.attached import Attached
-from harness.model.prompts import PromptPass
-from harness.results.record import read_all
+from harness.model.dense_prompts import DensePrompts
 from harness.results.samples import clustered_stderr
 from harness.run.cli import main
 from harness.run.compose import load
@@ -26,7 +25,7 @@ from methods.h2o import H2O
 from tests.cases import CASES
 from tests.data.test_tasks import loaded, settings, write_rows  # noqa: F401, a fixture
 from tests.living import setup_of, tiny
-from tests.runs import reading
+from tests.runs import calls_of, reading
 from tests.scoring.test_lm import work_of
 from tests.tokens import byte_tokenizer
 
@@ -219,27 +218,8 @@ def test_turns_of_a_context_of_needles(task):
 
 
 def test_the_jobs_of_a_sweep_share_the_dense_prompts(loaded, monkeypatch, tmp_path):
-    """As the runs of a sweep do: three methods run the dense pass over a prompt once."""
+    """Three methods run the dense pass over a prompt once. That it changes no number is tested with the interface."""
     line = ["experiment=tasks", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
-    passes, run = [], Attached.forward
-
-    def counted(attached, ids, positions, handler, *others, **options):
-        if isinstance(handler, PromptPass):
-            passes.append(tuple(ids.shape))
-        return run(attached, ids, positions, handler, *others, **options)
-
-    with attach(loaded.model):
-        pass  # a model's first use is checked, with passes of its own
-    monkeypatch.setattr(Attached, "forward", counted)
-
-    def ran(words: list[str], results: str) -> tuple[list[tuple[int, ...]], dict]:
-        """The passes, and the full cache's metrics."""
-        passes.clear()
-        assert main([*words, *line, f"results_dir={results}"]) == 0
-        (full,) = (each for each in read_all(Path(results)) if each["config"]["method_name"] == "full")
-        return sorted(passes), full["metrics"]
-
-    alone, metrics = ran(["method=full"], "alone")
-    sweep, of_sweep = ran(["-m", "method=full,h2o,oracle"], "sweep")
-    assert sweep == sorted(set(alone)) != [], "alone, a prompt runs once for each final length"
-    assert of_sweep == metrics
+    kept, asked = calls_of(monkeypatch, dense_prompts, "_run_into_file"), calls_of(monkeypatch, DensePrompts, "get")
+    assert main(["-m", "method=full,h2o,oracle", *line]) == 0
+    assert (len(kept), len(asked)) == (2, 3 * 3), "two contexts; one of them has two final lengths"

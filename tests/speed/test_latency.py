@@ -210,10 +210,7 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
     assert of_some["timed_weight_bytes"] == 8 * sum(away) and some["weights_on_device"] == 1 - sum(away) / layers
     assert some["weight_bytes"] == 11 * sum(away), "of gen_len - 1 steps"
     assert whole["weight_bytes"] is whole["weights_on_device"] is None
-    shared, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE))
-    assert of_whole["dense_s"] == [0, 0] and min(of_whole["begin_s"]) > 0
-    for name in ("h2d_bytes", "budget"):
-        assert whole[name] == shared[name], "a prompt of its own is a shared one"
+    assert of_whole["dense_s"] == [0, 0] and min(of_whole["begin_s"]) > 0, "a prompt of its own"
     for name in ("h2d_bytes", "d2h_bytes", "device_kv_bytes"):
         assert some[name] == whole[name]
     crossed = sum(of_some[f"timed_{name}_bytes"] for name in ("h2d", "d2h", "weight"))
