@@ -29,7 +29,7 @@ from harness.scoring.metrics import Repeat, joined, pass_at
 from harness.settings.config import DataConfig, RunConfig, SamplingConfig
 from methods.h2o import H2O
 from tests.conftest import refused
-from tests.data.test_tasks import loaded, refuse, settings, write_rows  # noqa: F401, a fixture
+from tests.data.test_tasks import ANSWERED, loaded, refuse, settings, write_rows, write_yaml  # noqa: F401, a fixture
 from tests.tokens import byte_tokenizer
 
 CHOICE = {
@@ -39,12 +39,7 @@ CHOICE = {
     "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
 }  # fmt: skip
 SHAPES = CHOICE | {"task": "toy_shapes", "dataset_name": "shapes"}
-SUMS = {
-    "task": "toy_sums", "dataset_path": "org/sums", "output_type": "generate_until", "test_split": "test",
-    "doc_to_text": "Q: {{question}}\nA:", "doc_to_target": "{{answer}}",
-    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6},
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-}  # fmt: skip
+SUMS = ANSWERED | {"task": "toy_sums", "dataset_path": "org/sums", "doc_to_text": "Q: {{question}}\nA:"}
 GROUP = {
     "group": "toy",
     "task": ["toy_colours", "toy_shapes"],
@@ -54,13 +49,6 @@ GROUP = {
 
 def question(number: int) -> dict[str, Any]:
     return {"question": f"What is number {number}?", "options": ["red", "a blue one", "it"], "label": number % 3}
-
-
-def write_yaml(folder: Path, *tasks: dict[str, Any]) -> Path:
-    folder.mkdir(exist_ok=True)
-    for task in tasks:
-        (folder / f"{task.get('group', task['task'])}.yaml").write_text(yaml.safe_dump(task))
-    return folder
 
 
 @pytest.fixture

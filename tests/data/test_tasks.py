@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import pytest
+import yaml
 
 from harness.data import generated
 from harness.data.generated import CONTEXTS, MARKER, questions
@@ -192,12 +193,25 @@ PROMPTS = {  # (context, continuation) of each choice, and the right one
     "boolq": ([("Water is wet.\nQuestion: is it wet?\nAnswer:", f" {word}") for word in ("no", "yes")], 1),
 }
 LOCAL_TASKS = tuple(ROWS)
+ANSWERED: dict[str, Any] = {
+    "output_type": "generate_until", "test_split": "test", "doc_to_target": "{{answer}}",
+    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6},
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}  # fmt: skip
+"""What the YAML of tasks of one's own says where answers are written."""
 FILES = {task: (f"{task}/train.jsonl", f"{task}/validation.jsonl") for task in LOCAL_TASKS} | {
     "openbookqa": tuple(f"openbookqa/{split}.jsonl" for split in ("train", "validation", "test")),
     "hellaswag": ("hellaswag/validation.jsonl",),
     "arc_easy": ("arc_easy/train.jsonl", "arc_easy/test.jsonl"),
     "lambada": ("lambada_openai/test.jsonl",),
 }
+
+
+def write_yaml(folder: Path, *tasks: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for task in tasks:
+        (folder / f"{task.get('group', task['task'])}.yaml").write_text(yaml.safe_dump(task))
+    return folder
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -7,7 +7,6 @@ import statistics
 from pathlib import Path
 
 import pytest
-import yaml
 
 from harness.data import ruler
 from harness.errors import UserError
@@ -23,7 +22,7 @@ from harness.settings.config import SamplingConfig
 from methods.full import Full
 from methods.h2o import H2O
 from tests.cases import CASES
-from tests.data.test_tasks import loaded, settings, write_rows  # noqa: F401, a fixture
+from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
 from tests.living import setup_of, tiny
 from tests.runs import calls_of, reading
 from tests.scoring.test_lm import work_of
@@ -124,12 +123,7 @@ def test_one_cache_has_one_final_length(loaded, monkeypatch):
     assert decode_rows(unknown)[0].prompt < decode_rows(known)[0].prompt
 
 
-TOLD = {
-    "task": "toy_told", "dataset_path": "org/told", "output_type": "generate_until", "test_split": "test",
-    "doc_to_text": "{{story}}\n\nQ: {{question}}\nA:", "doc_to_target": "{{answer}}",
-    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6},
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-}  # fmt: skip
+TOLD = ANSWERED | {"task": "toy_told", "dataset_path": "org/told", "doc_to_text": "{{story}}\n\nQ: {{question}}\nA:"}
 
 
 ROLLING = {"output_type": "loglikelihood_rolling", "metric_list": [{"metric": "word_perplexity"}]}
@@ -138,15 +132,12 @@ ROLLING = {"output_type": "loglikelihood_rolling", "metric_list": [{"metric": "w
 @pytest.fixture
 def told(tmp_path):
     """A task of one's own: five questions to two stories."""
-    folder = tmp_path / "own"
-    folder.mkdir()
-    (folder / "told.yaml").write_text(yaml.safe_dump(TOLD))
     rows = [
         {"story": f"Story {n // 3}: {'abcdefgh'[n // 3 :]}.", "question": "?" * (n + 1), "answer": "x"}
         for n in range(5)
     ]
     write_rows(tmp_path / "data/toy_told/test.jsonl", rows)
-    return {"folder": folder, "root": tmp_path / "data"}
+    return {"folder": write_yaml(tmp_path / "own", TOLD), "root": tmp_path / "data"}
 
 
 def test_a_task_of_lm_eval_whose_documents_share_a_context(told, loaded):
@@ -172,7 +163,7 @@ def test_a_task_of_lm_eval_whose_documents_share_a_context(told, loaded):
     ],
 )
 def test_what_cannot_be_asked_in_turns(changes, of_task, said, told, loaded):
-    (told["folder"] / "told.yaml").write_text(yaml.safe_dump(TOLD | of_task))
+    write_yaml(told["folder"], TOLD | of_task)
     with pytest.raises(UserError, match=f"^{said}"):
         run_turns(turns("toy_told", **told, **changes), loaded)
 
