@@ -303,7 +303,7 @@ class Mine(Theirs):
 
 
 class CountingMetric:
-    """In the place of the metric that SQuAD 2 fetches from the hub."""
+    """In the place of the metrics that SQuAD 2 and SCROLLS fetch from the hub."""
 
     def compute(self, predictions, references):
         return dict.fromkeys(["f1", "exact"], len(predictions))
@@ -314,14 +314,19 @@ LM_EVAL_CLASSES = {
     "squadv2.SQuAD2": [
         {"id": "0", "title": "T", "context": "A red cup.", "question": "What?", "answers": {"text": ["a cup"]}}
     ],
+    "scrolls.QuALITY": [
+        {"id": "0", "pid": "0", "input": "What?\n\n (A) a bag (B) a cup (C) it (D) no\n\nA cup.", "outputs": ["a cup"]}
+    ],
 }
-"""A class that writes, and one that writes and scores."""
+"""A class that writes, one that writes and scores, and one that scores choices."""
 
 
 @pytest.mark.parametrize("place", LM_EVAL_CLASSES)
 def test_a_class_of_lm_eval_runs_as_with_hflm(place, tmp_path, loaded, monkeypatch):
     package, name = place.split(".")
-    monkeypatch.setattr("evaluate.load", lambda *name, **options: CountingMetric())
+    for metric_of in ("evaluate.load", "lm_eval.tasks.scrolls.task.load"):
+        monkeypatch.setattr(metric_of, lambda *name, **options: CountingMetric())
+    monkeypatch.setattr("lm_eval.tasks.scrolls.task._download_metric", lambda: "")
     rows = LM_EVAL_CLASSES[place]
     folder = tmp_path / "own"
     folder.mkdir()
@@ -335,8 +340,13 @@ def test_a_class_of_lm_eval_runs_as_with_hflm(place, tmp_path, loaded, monkeypat
         if "," in key and "stderr" not in key:
             assert outcome.metrics["mine"][metric] == pytest.approx(value), metric
     assert outcome.metrics["mine"]["num_samples"] == len(rows)
-    texts = [logged["resps"][0][0] for logged in theirs["samples"]["mine"]]
-    assert [sample["text"] for sample in outcome.samples["mine"]] == texts
+    for sample, logged in zip(outcome.samples["mine"], theirs["samples"]["mine"], strict=True):
+        if isinstance(logged["resps"][0][0], str):
+            assert sample["text"] == logged["resps"][0][0]
+        else:
+            expected = [float(response[0][0]) for response in logged["resps"]]
+            assert sample["log_likelihoods"] == pytest.approx(expected, abs=1e-3)
+            assert sample["gold_text"].lower() == rows[sample["question"]]["outputs"][0]
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,17 @@ def test_local_rows_under_lm_evals_prompts(name, root, monkeypatch):
         assert task.process_results(first[0].doc, answers)["acc"] == acc
 
 
+@pytest.mark.parametrize("name", ["openbookqa", "lambada"])
+def test_local_tasks_run(name, root, loaded):
+    config = settings(name, method=H2O(dense_layers=2), root=root, num_samples=3, prefill="artifact")
+    outcome = run_tasks(config, loaded)
+    metrics, samples = outcome.metrics[name], outcome.samples[name]
+    assert metrics["num_samples"] == 3 and 0.5 < metrics["budget"] < 1
+    assert ("acc_norm" in metrics) == (name == "openbookqa")
+    assert [sample["gold"] for sample in samples] == [PROMPTS[name][1]] * 3
+    assert name == "lambada" or all(each["acc"] == float(each["predicted"] == each["gold"]) for each in samples)
+
+
 def test_examples_follow_the_seed(root):
     rows = [ROWS["copa"] | {"premise": f"It rained {number}.", "idx": number} for number in range(8)]
     write_rows(root / FILES["copa"][0], rows)
