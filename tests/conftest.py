@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ if not torch.cuda.is_available():  # kernels run on CPU tensors; Triton asks whe
 from hypothesis import settings
 from transformers import PreTrainedModel
 
+from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from tests.hub_standin import Hub, serving
 
@@ -70,6 +72,14 @@ def tiny(family: str) -> PreTrainedModel:
     return tiny_model(**({"model_type": family} | SHAPES[family]))
 
 
+@contextmanager
+def refused(said: str) -> Iterator[None]:
+    """The block is refused in one line that says so."""
+    with pytest.raises(UserError, match=said) as raised:
+        yield
+    assert "\n" not in str(raised.value)
+
+
 def of_family(family: str) -> Any:
     """The fixture `tiny_FAMILY`."""
     return pytest.fixture(lambda: tiny(family), scope="session", name=f"tiny_{family}")
@@ -77,6 +87,14 @@ def of_family(family: str) -> Any:
 
 tiny_llama, tiny_gqa, tiny_opt, tiny_qwen2 = map(of_family, ("llama", "gqa", "opt", "qwen2"))
 tiny_qwen3, tiny_mistral, tiny_phi3, tiny_gpt_neox = map(of_family, ("qwen3", "mistral", "phi3", "gpt_neox"))
+
+
+@pytest.fixture(scope="session")
+def network() -> PreTrainedModel:
+    """A tiny Llama of its own, which ends no text."""
+    model = tiny_model("llama", num_key_value_heads=2)
+    model.generation_config.eos_token_id = None
+    return model
 
 
 @pytest.fixture(autouse=True)

@@ -66,7 +66,6 @@ TAKEN: dict[str, Any] = {
     "inputs": {"ids": None, "inputs": IDS},
     "input_ids": {"ids": None, "input_ids": IDS},
     "attention_mask": torch.tensor([[0, 0, *[1] * (IDS.shape[1] - 2)]]),
-    "position_ids": None,
     "tokenizer": {"tokenizer": TOKENIZER, "stop_strings": ["zz"]},
     "trust_remote_code": False,
     "generation_config": {"generation_config": GenerationConfig(repetition_penalty=1.5)},
@@ -122,11 +121,9 @@ TAKEN: dict[str, Any] = {
     "assistant_ensemble_weight": 0.5,
     "compile_config": CompileConfig(),
     "disable_compile": True,
-    "continuous_batching_config": None,
-    "low_memory": None,
     "diversity_penalty": 0.0,
-    "transformers_version": None,
-    "_from_model_config": None,
+    **dict.fromkeys(["position_ids", "continuous_batching_config", "low_memory"]),
+    **dict.fromkeys(["transformers_version", "_from_model_config"]),
 }
 """Arguments, and the values that they are called with: a dict is the call's own."""
 REFUSED: dict[str, Any] = {

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -112,52 +111,6 @@ def test_prompts_are_upstreams_byte_for_byte(task, tokenizer, tmp_path):
         assert re.match(r"\n(What (is|are all) the special magic|Answer the question based on)", question)
         if task not in QUESTIONS:
             assert all(answer in prompt[:place] and answer not in prompt[place:] for answer in doc["outputs"])
-
-
-BASES = {
-    "niah_single_1": "niah",
-    "niah_multikey_2": "niah",
-    "niah_multikey_3": "niah",
-    "ruler_vt": "variable_tracking",
-    "ruler_cwe": "common_words_extraction",
-    "ruler_fwe": "freq_words_extraction",
-}
-
-
-def as_pattern(text: str, context: str) -> str:
-    """What matches a text of RULER's with any query and number in it, and a context."""
-    pattern = re.escape(text).replace(r"\{context\}", context)
-    return re.sub(r"\\\{\w+\\\}", r"[^:.\\n]+", pattern)
-
-
-@needs_package
-@pytest.mark.parametrize("task", BASES)
-def test_the_six_other_tasks_have_upstreams_text_around_other_draws(task, tokenizer, monkeypatch):
-    """Every byte but the draws: lm-eval has other seeds, shuffles the lists of ruler_cwe from one generator, and counts
-    start tokens into a length, yet not the answer's beginning of a needle."""
-    monkeypatch.undo()  # the words are lm-eval's own
-    base = runpy.run_path(str(ruler_package._folder() / "data/synthetic/constants.py"))["TASKS"][BASES[task]]
-    whole = base["template"] + base["answer_prefix"]
-    sentence = r"One of the special magic (numbers|uuids) for [^:\n]+ is: [\w-]+\."
-    grass = re.escape("The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.")
-    listed = r"1\. .+"
-    if BASES[task] == "niah":
-        kind = "uuids" if task == "niah_multikey_3" else "numbers"
-        for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("{type_needle_v}", kind[:-1])):
-            whole = whole.replace(plural, singular)
-        pattern = as_pattern(whole, rf"(({sentence}|{grass})\n?)+")
-    elif task == "ruler_vt":
-        chain = r"( ?VAR \w{3,5} = (\d{5}|VAR \w{3,5} ))"
-        own = as_pattern(whole, rf"(({grass}\n ?|{chain}|\n? ?The [\w ]+\.| Here we go\.| There and back again\.) ?)+")
-        pattern = rf" {own} (\w{{3}} ?){{5}}\n\n\n\n{own}"
-    elif task == "ruler_cwe":
-        pattern = as_pattern(whole, listed) + listed + r"\n" + as_pattern(whole, listed)
-    else:
-        pattern = as_pattern(whole, r"(\w{6} ?|\.\.\. ?)+")
-    made = suite_of(task, tokenizer, 2)
-    made.build_all_requests(limit=2)
-    for request in made.instances:
-        assert re.fullmatch(pattern, request.args[0]), request.args[0]
 
 
 @needs_package

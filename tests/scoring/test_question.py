@@ -7,12 +7,11 @@ from typing import Any
 
 import jinja2
 import pytest
-import yaml
 
 from harness.errors import UserError
 from harness.scoring.evaluation import KNOWN, UNKNOWN, run_tasks, run_turns
 from harness.scoring.question import QuestionFinder
-from tests.data.test_tasks import loaded, settings, write_rows  # noqa: F401, a fixture
+from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
 from tests.tokens import byte_tokenizer
 
 STORY = "Mira keeps a cup in the attic.\n\nTom keeps a bag in the garden."
@@ -91,11 +90,7 @@ def test_a_marker_may_be_inside_the_field_and_needs_no_task():
 
 # Runs
 
-ASKED = {
-    "task": "toy_asked", "dataset_path": "org/asked", "output_type": "generate_until", "test_split": "test",
-    "doc_to_target": "{{answer}}", "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 4},
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-}  # fmt: skip
+ASKED = ANSWERED | {"task": "toy_asked", "dataset_path": "org/asked"}
 QUESTIONS = ["Where is the cup?", "Where is the bag?", "Who has a cup?"]
 
 
@@ -108,11 +103,9 @@ def asked(tmp_path, loaded):
         "{% if add_generation_prompt %}<assistant>\n\n{% endif %}"
     )
     write_rows(tmp_path / "data/toy_asked/test.jsonl", [DOC | {"question": question} for question in QUESTIONS])
-    folder = tmp_path / "own"
-    folder.mkdir()
 
     def of(template: str, of_task: dict[str, Any] | None = None, **changes: Any):
-        (folder / "asked.yaml").write_text(yaml.safe_dump(ASKED | {"doc_to_text": template} | (of_task or {})))
+        folder = write_yaml(tmp_path / "own", ASKED | {"doc_to_text": template} | (of_task or {}))
         return settings("toy_asked", folder=folder, root=tmp_path / "data", num_samples=3, **changes)
 
     return of, replace(loaded, tokenizer=tokenizer)

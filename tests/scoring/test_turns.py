@@ -1,4 +1,4 @@
-"""Several questions to one cache: what a method that knew the question keeps, and one that did not loses."""
+"""Several questions to one cache, each as if it were the only one, and asked both ways: known, or not."""
 # ruff: noqa: F811, the fixture `loaded` is imported
 
 import json
@@ -7,16 +7,12 @@ import statistics
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 
 from harness.data import ruler
 from harness.errors import UserError
+from harness.model import dense_prompts
 from harness.model.attach import attach
-from harness.model.attached import Attached
-from harness.model.prompts import PromptPass
-from harness.model.tiny import tiny_model
-from harness.replay.setup import Setup
+from harness.model.dense_prompts import DensePrompts
 from harness.results.samples import clustered_stderr
 from harness.run.cli import main
 from harness.run.compose import load
@@ -25,107 +21,17 @@ from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, ReplayEngine, decod
 from harness.settings.config import SamplingConfig
 from methods.full import Full
 from methods.h2o import H2O
-from methods.oracle import Oracle
-from methods.prompt_evicting import KeyDiff, SnapKV
 from tests.cases import CASES
-from tests.data.test_tasks import loaded, settings, write_rows  # noqa: F401, a fixture
+from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
 from tests.living import setup_of, tiny
-from tests.runs import reading
+from tests.runs import calls_of, reading
 from tests.scoring.test_lm import work_of
 from tests.tokens import byte_tokenizer
 
-# A model that answers from what it reads: "the code of item a is c" is one token, and so is a question
 
-NUM_ITEMS = NUM_CODES = 6
-ASKS, FACT, CODE, WRITES, MARKS = (range(start, start + 6) for start in (0, 6, 12, 18, 24))
-"""Features of a token, each a dimension of the hidden state."""
-ITEMS = 10
-"""First dimension of a head for items: there rotary angles are nothing."""
-
-
-def question(item: int) -> int:
-    return 10 + item
-
-
-def begins(item: int) -> int:
-    """The first token of every answer, "the code of a is"."""
-    return 20 + item
-
-
-def fact(item: int, code: int) -> int:
-    return 30 + 10 * item + code
-
-
-def code_token(code: int) -> int:
-    return 100 + code
-
-
-@pytest.fixture(scope="module")
-def reader():
-    """A Llama of one layer: the token after a question says its item, and the one after that attends to the item's
-    fact, whose code it writes."""
-    rope = {"rope_type": "default", "rope_theta": 1e30}
-    model = tiny_model("llama", num_hidden_layers=1, num_attention_heads=1, rope_parameters=rope)
-    model.generation_config.eos_token_id = None
-    (layer,) = model.model.layers
-    attention = layer.self_attn
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.fill_(1.0 if "norm" in name else 0.0)
-        embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-        for item in range(NUM_ITEMS):
-            embedding[question(item), [ASKS[item], MARKS[0]]] = 1
-            embedding[begins(item), [ASKS[item], MARKS[1]]] = 1
-            head[begins(item), ASKS[item]] = 9
-            head[begins(item), MARKS[1]] = -99
-            attention.q_proj.weight[ITEMS + item, ASKS[item]] = 2
-            attention.k_proj.weight[ITEMS + item, FACT[item]] = 2
-            for code in range(NUM_CODES):
-                embedding[fact(item, code), [FACT[item], CODE[code]]] = 1
-        for code in range(NUM_CODES):
-            attention.v_proj.weight[40 + code, CODE[code]] = 1
-            attention.o_proj.weight[WRITES[code], 40 + code] = 1
-            head[code_token(code), WRITES[code]] = 1
-    return model
-
-
-def toys(known: bool) -> tuple[list[Request], list[list[int]]]:
-    """A question to each item of one context, and the right answers."""
-    codes = random.Random(0).sample(range(NUM_CODES), NUM_ITEMS)
-    facts = [fact(item, code) for item, code in enumerate(codes)]
-    asked, right = [], []
-    for item in range(NUM_ITEMS):
-        ids = (*facts, question(item))
-        asked.append(Request(ids, len(ids), len(ids) if known else len(facts), len(ids) + 2, ("toy", item), 2))
-        right.append([begins(item), code_token(codes[item])])
-    return asked, right
-
-
-def num_right(model, method, known: bool) -> int:
-    asked, right = toys(known)
-    with attach(model) as attached:
-        setup = Setup(method, None, None)
-        answers, _ = generate(asked, attached, setup, lambda count: None, tokenizer=byte_tokenizer())
-    assert [answer.tokens[0] for answer in answers] == [first for first, _ in right]
-    return sum(answer.tokens == each for answer, each in zip(answers, right, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("method", "known", "unknown"),
-    [
-        (Full(), NUM_ITEMS, NUM_ITEMS),
-        (Oracle(dense_layers=0, fixed_fetch=2), NUM_ITEMS, NUM_ITEMS),
-        (SnapKV(dense_layers=0, kept_tokens=2, window=1, kernel=1), NUM_ITEMS, 2),
-        (KeyDiff(dense_layers=0, kept_tokens=2), 1, 2),
-    ],
-    ids=["full", "oracle", "snapkv", "keydiff"],
-)
-def test_who_saw_the_question_keeps_its_answer(reader, method, known, unknown):
-    """Two tokens are read. SnapKV keeps what the prompt's last token attends to: the question, or a fact that asks for
-    nothing. KeyDiff keeps the same whatever is asked, and the question where it is there. The oracle chooses anew for
-    every row."""
-    assert num_right(reader, method, known=True) == known
-    assert num_right(reader, method, known=False) == unknown
+@pytest.fixture(autouse=True)
+def without_end(monkeypatch):
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", None)
 
 
 # One cache, several questions
@@ -151,26 +57,17 @@ def answers_of(requests: list[Request], name: str) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-@pytest.fixture
-def without_end(monkeypatch):
-    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", None)
-
-
-NAMES = ["full", "h2o", "infinigen", "quest", "kivi", "shadowkv", "snapkv"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_question_leaves_a_trace_in_another(name, without_end):
+@pytest.mark.parametrize("name", ["h2o", "infinigen", "quest", "kivi", "shadowkv", "snapkv"])
+def test_no_question_leaves_a_trace_in_another(name):
     asked = turns_of()
     expected = [answers_of([request], name)[0] for request in asked]
     assert answers_of(asked, name) == expected
     order = list(range(len(asked)))
-    for seed in range(3):
-        random.Random(seed).shuffle(order)
-        assert answers_of([asked[at] for at in order], name) == [expected[at] for at in order]
+    random.Random(0).shuffle(order)
+    assert answers_of([asked[at] for at in order], name) == [expected[at] for at in order]
 
 
-def test_a_context_is_run_once_for_all_its_questions(monkeypatch, without_end):
+def test_a_context_is_run_once_for_all_its_questions(monkeypatch):
     calls = work_of(monkeypatch)
     answers_of(turns_of(contexts=2, questions=4), "h2o")
     assert [call for call in calls if call[0] == "prefill"] == [("prefill", 37 + 30, 2 * 37)]
@@ -226,26 +123,21 @@ def test_one_cache_has_one_final_length(loaded, monkeypatch):
     assert decode_rows(unknown)[0].prompt < decode_rows(known)[0].prompt
 
 
-TOLD = {
-    "task": "toy_told", "dataset_path": "org/told", "output_type": "generate_until", "test_split": "test",
-    "doc_to_text": "{{story}}\n\nQ: {{question}}\nA:", "doc_to_target": "{{answer}}",
-    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6},
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-}  # fmt: skip
+TOLD = ANSWERED | {"task": "toy_told", "dataset_path": "org/told", "doc_to_text": "{{story}}\n\nQ: {{question}}\nA:"}
+
+
+ROLLING = {"output_type": "loglikelihood_rolling", "metric_list": [{"metric": "word_perplexity"}]}
 
 
 @pytest.fixture
 def told(tmp_path):
     """A task of one's own: five questions to two stories."""
-    folder = tmp_path / "own"
-    folder.mkdir()
-    (folder / "told.yaml").write_text(yaml.safe_dump(TOLD))
     rows = [
         {"story": f"Story {n // 3}: {'abcdefgh'[n // 3 :]}.", "question": "?" * (n + 1), "answer": "x"}
         for n in range(5)
     ]
     write_rows(tmp_path / "data/toy_told/test.jsonl", rows)
-    return {"folder": folder, "root": tmp_path / "data"}
+    return {"folder": write_yaml(tmp_path / "own", TOLD), "root": tmp_path / "data"}
 
 
 def test_a_task_of_lm_eval_whose_documents_share_a_context(told, loaded):
@@ -263,48 +155,34 @@ def test_a_task_of_lm_eval_whose_documents_share_a_context(told, loaded):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "of_task", "said"),
     [
-        ({"task": {"question_marker": "Now:"}}, "task toy_told, question 0: kind=turns finds no .* not there"),
-        ({"rolling": True}, "task toy_told: scores whole texts, which ask no question"),
-        ({"sampling": SamplingConfig(top_p=0.5)}, "task toy_told: top_p=0.5: the most likely token is taken"),
+        ({"task": {"question_marker": "Now:"}}, {}, "task toy_told, question 0: kind=turns finds no .* not there"),
+        ({}, ROLLING, "task toy_told: scores whole texts, which ask no question"),
+        ({"sampling": SamplingConfig(top_p=0.5)}, {}, "task toy_told: top_p=0.5: the most likely token is taken"),
     ],
 )
-def test_what_cannot_be_asked_in_turns(changes, said, told, loaded):
-    if changes.pop("rolling", False):
-        rolling = {"output_type": "loglikelihood_rolling", "metric_list": [{"metric": "word_perplexity"}]}
-        (told["folder"] / "told.yaml").write_text(yaml.safe_dump(TOLD | rolling))
+def test_what_cannot_be_asked_in_turns(changes, of_task, said, told, loaded):
+    write_yaml(told["folder"], TOLD | of_task)
     with pytest.raises(UserError, match=f"^{said}"):
         run_turns(turns("toy_told", **told, **changes), loaded)
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("prefill=dense", "prefill=dense: kind=turns asks each question both ways; leave it out"),
-        ("too_long=truncate", "too_long=truncate: kind=turns would cut a context differently for each question"),
-    ],
-)
-def test_settings_that_turns_refuse(setting, said):
-    with pytest.raises(UserError, match=f"^{said}"):
+@pytest.mark.parametrize("setting", ["prefill=dense", "too_long=truncate"])
+def test_settings_that_turns_refuse(setting):
+    with pytest.raises(UserError, match=f"^{setting}: kind=turns (asks each question both|would cut a context)"):
         load(["experiment=turns", setting])
 
 
-def test_a_finished_run_is_found_again(loaded, monkeypatch, tmp_path, capsys):
+def test_the_table_has_both_ways_and_their_difference(loaded, monkeypatch, tmp_path):
     line = ["experiment=turns", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
-    assert main(["-m", "method=full,h2o", *line]) == 0
-    shown = capsys.readouterr().out
-    assert "kv_recall acc, question unknown (%)" in " ".join(shown.split()) or "unknown" in shown
-    records = {path: path.stat().st_mtime_ns for path in Path("outputs/runs/turns").glob("*/record.json")}
-    assert len(records) == 2
-    assert main(["-m", "method=full,h2o", *line]) == 0
-    assert {path: path.stat().st_mtime_ns for path in Path("outputs/runs/turns").glob("*/record.json")} == records
+    assert main(["method=h2o", *line]) == 0
     page = Path("outputs/tables/turns.md").read_text()
     headings = [f"kv_recall acc, {way} (%)" for way in ("question unknown", "question known", "unknown less known")]
     places = [page.index(heading) for heading in headings]
     assert places == sorted(places) and "budget where the question is known (%)" in page
-    (of_h2o,) = [json.loads(path.read_text()) for path in records if "H2O" in path.read_text()]
-    assert of_h2o["samples"]["kv_recall"][0].keys() >= {UNKNOWN, KNOWN, f"{LESS},acc"}
+    (record,) = (json.loads(path.read_text()) for path in Path("outputs/runs/turns").glob("*/record.json"))
+    assert record["samples"]["kv_recall"][0].keys() >= {UNKNOWN, KNOWN, f"{LESS},acc"}
 
 
 # RULER's contexts
@@ -331,31 +209,8 @@ def test_turns_of_a_context_of_needles(task):
 
 
 def test_the_jobs_of_a_sweep_share_the_dense_prompts(loaded, monkeypatch, tmp_path):
-    """As the runs of a sweep do: three methods run the dense pass over a prompt once."""
+    """Three methods run the dense pass over a prompt once. That it changes no number is tested with the interface."""
     line = ["experiment=tasks", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
-    passes, run = [], Attached.forward
-
-    def counted(attached, ids, positions, handler, *others, **options):
-        if isinstance(handler, PromptPass):
-            passes.append(tuple(ids.shape))
-        return run(attached, ids, positions, handler, *others, **options)
-
-    with attach(loaded.model):
-        pass  # a model's first use is checked, with passes of its own
-    monkeypatch.setattr(Attached, "forward", counted)
-
-    def passes_of(words: list[str], results_dir: str) -> list[tuple[int, ...]]:
-        passes.clear()
-        assert main([*words, *line, f"results_dir={results_dir}"]) == 0
-        return list(passes)
-
-    alone = passes_of(["method=full"], "alone")
-    sweep = passes_of(["-m", "method=full,h2o,oracle"], "sweep")
-    assert sweep and sorted(sweep) == sorted(set(alone)), "alone, a prompt runs once for each final length"
-    found = []
-    for results in "alone", "sweep":
-        for path in Path(results).glob("runs/tasks/*/record.json"):
-            record = json.loads(path.read_text())
-            if record["config"]["method_name"] == "full":
-                found.append(record["metrics"])
-    assert len(found) == 2 and found[0] == found[1]
+    kept, asked = calls_of(monkeypatch, dense_prompts, "_run_into_file"), calls_of(monkeypatch, DensePrompts, "get")
+    assert main(["-m", "method=full,h2o,oracle", *line]) == 0
+    assert (len(kept), len(asked)) == (2, 3 * 3), "two contexts; one of them has two final lengths"

@@ -11,33 +11,24 @@ import torch
 
 import harness
 from harness.decode.session import LiveSession
-from harness.errors import UserError
 from harness.model.attached import Attached
-from harness.model.tiny import tiny_model
+from tests.conftest import refused
 from tests.tokens import byte_tokenizer
 
 CONTEXT = "The cat sat on the mat, and the dog ate the hat. " * 2
-QUESTIONS = ["Who sat?", "Who ate?", "Why, cat"]  # of one length, so that T is the same alone
+QUESTIONS = ["Who sat?", "Who ate?"]  # of one length, so that T is the same alone
 NEW = 7
 SHORT = {"calibration.num_tokens": 64, "platform.link_gbps": 1, "max_new_tokens": NEW, "quiet": True}
 METHODS = {
-    "full": {},
     "infinigen": {"budget": 0.6},
+    "full": {},
     "h2o": {"budget": 0.6},
     "snapkv": {"budget": "nearest:0.6", "method.window": 8},
-    "quest": {"budget": "nearest:0.6", "method.page_size": 4},
     "int4": {},
     "shadowkv": {"budget": "nearest:0.6"},
 }
 if importlib.util.find_spec("kvpress") is not None:
     METHODS["kvpress:KnormPress"] = {"budget": "nearest:0.6"}
-
-
-@pytest.fixture(scope="module")
-def network():
-    model = tiny_model("llama", num_key_value_heads=2)
-    model.generation_config.eos_token_id = None
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +54,7 @@ def decoded(model, question: str, **words) -> str:
 PLACED = [(method, ("host", "device")[number % 2]) for number, method in enumerate(METHODS)]
 
 
-@pytest.mark.parametrize(("method", "placement"), [*PLACED, ("full", "device")])
+@pytest.mark.parametrize(("method", "placement"), PLACED)
 def test_each_question_is_answered_as_if_it_were_the_only_one(model, method, placement):
     words = METHODS[method] | {"method": method, "placement": placement}
     together = model.ask(CONTEXT, QUESTIONS, **words, **SHORT)
@@ -127,6 +118,5 @@ def test_an_answer_ends_with_the_model_and_the_next_one_sees_nothing_of_it(netwo
 )
 def test_wrong_questions_are_refused_in_one_line(model, words, message):
     given = {"context": CONTEXT, "questions": QUESTIONS, "method": "full"} | SHORT | words
-    with pytest.raises(UserError, match=re.escape(message)) as refused:
+    with refused(re.escape(message)):
         model.ask(**given)
-    assert "\n" not in str(refused.value)
