@@ -66,7 +66,7 @@ class ByTrueScores(Following):
 
 
 def test_true_scores_of_a_single_layer_lie_behind_no_link():
-    with attached_with_link("gqa") as (attached, link), pytest.raises(ValueError, match="placement=host: .* by the true"):
+    with attached_with_link("gqa") as (attached, link), pytest.raises(ValueError, match="placement=host: "):
         LiveSession(attached, ByTrueScores(), max_new_tokens=4, placement="host", link=link)
 
 
