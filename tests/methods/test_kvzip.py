@@ -13,7 +13,7 @@ from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.output_projection import output_factor
 from harness.model.prompts import PromptPass
-from harness.model.tiny import tiny_ids, tiny_model
+from harness.model.tiny import tiny_ids
 from harness.replay.setup import tokenized
 from methods.base import Geometry, Lengths, TokenCounts
 from methods.extras import Repetition
@@ -168,13 +168,6 @@ def test_the_output_projections_factor_gives_the_length_of_what_a_value_adds(fam
         columns = slice(head * layer.value_dim, (head + 1) * layer.value_dim)
         added = output.weight[:, columns] @ own
         assert float((factor[head] @ own).norm()) == pytest.approx(float(added.norm()), rel=1e-4)
-
-
-def test_a_layer_with_an_output_gate_is_refused_where_its_projection_is_needed():
-    shape = {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"] * 4, "num_experts": 0}
-    refused = pytest.raises(UserError, match=r"'qwen3_next' is not supported: .* such as a gate, of which this method")
-    with attach(tiny_model("qwen3_next", **shape)) as attached, refused:
-        output_factor(attached.decoder, attached.layers[0])
 
 
 def test_instructions_are_tokenized_with_the_models_tokenizer_or_given_as_ids():

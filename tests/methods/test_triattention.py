@@ -15,7 +15,7 @@ from harness.model.tiny import tiny_model
 from methods.base import Lengths
 from methods.triattention import TriAttention, magnitude, planes, turned
 from tests.conftest import tiny
-from tests.replaying import token_ids
+from tests.replaying import calibrated, token_ids
 
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MODELS = {
@@ -50,20 +50,12 @@ def test_planes_turn_a_head_as_the_model_does(family):
 
 
 def test_centres_and_spreads_are_means_of_complex_queries_without_positions():
-    text = token_ids(40, seed=3)
-    seen = []
-
-    class Noting(TriAttention):
-        def calibrate(self, query, key, geometry, earlier):
-            seen.append(query.double().numpy())
-            return super().calibrate(query, key, geometry, earlier)
-
     with attach(tiny("gqa")) as attached:
-        found, geometry = calibrate(attached, Noting(), text), attached.geometry
+        found, seen = calibrated(attached, TriAttention(), token_ids(40, seed=3))
+        geometry = attached.geometry
     half = geometry.head_dim // 2
     angle = 10000 ** -(np.arange(half) / half)
-    assert len(seen) == geometry.num_layers
-    for layer, queries in enumerate(seen):
+    for layer, (queries, _) in enumerate(seen):
         for head, rows in enumerate(queries):
             turned_back = [(row[:half] + 1j * row[half:]) * np.exp(-1j * angle * t) for t, row in enumerate(rows)]
             mean, size = np.mean(turned_back, 0), np.mean(np.abs(turned_back), 0)
