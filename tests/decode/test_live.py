@@ -99,7 +99,7 @@ def test_the_dense_layers_cross_the_link_every_step(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["full", "int4", "h2o", "infinigen", "oracle", "kivi", "shadowkv", "snapkv-both", "kvzip"]
+    "name", ["full", "int4", "h2o", "infinigen", "oracle", "kivi", "shadowkv", "snapkv-both", "kvzip", "projected"]
 )
 def test_a_prompt_that_is_handed_over_is_as_good_as_ones_own(name):
     placement = "device" if CASES[name].method.when == "true_scores" else "host"
