@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from methods import coded_keys
 from methods.attention import MANY_ROWS
-from methods.base import Geometry, Lengths, PromptRows, QueryRows
 from methods.codecs.integers import IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
-from methods.loki import Loki
 
 SLOTS = 23
 
@@ -40,23 +38,3 @@ def test_scores_are_products_with_the_decoded_keys(bits, columns, rows, block_by
             halves = coded_scores(query.bfloat16(), laid_out, codec)
             rounded = query.bfloat16().double() @ codec.decode(packed, columns, torch.float64).mT
             torch.testing.assert_close(halves.double(), rounded, atol=1e-4, rtol=1e-5)
-
-
-def test_an_index_takes_the_bytes_of_its_codec_and_keeps_its_layout_in_a_fork():
-    geometry = Geometry(1, 4, 2, 16, 1.0, "opt")
-    method = Loki(rank=0.5, index_bits=4)
-    final = torch.tensor([12, 12])
-    calibration = {"rotation": torch.linalg.qr(torch.randn(1, 2, 16, 16)).Q}
-    state = method.new_state(geometry, Lengths(final, final), calibration)
-    key = torch.randn(2, 2, 9, 16)
-    real = torch.ones(2, 9, dtype=torch.bool)
-    state.prompt(0, key.repeat_interleave(2, 1), key, key, PromptRows(real, 12))
-    child = state.fork(torch.tensor([1, 0, 1]), 20)
-    keys, forked = state.partial_keys[0], child.partial_keys[0]
-    assert keys.nbytes == 2 * 2 * 12 * IntegerCodec("int4").row_bytes(8)
-    assert forked.shape[:3] == (3, 2, 20) and forked.mT.is_contiguous() and keys.mT.is_contiguous()
-    tokens = torch.arange(9).expand(2, 1, -1).int()
-    rows = QueryRows(torch.randn(2, 4, 1, 16), final[:, None], real[:, :1], tokens, tokens[..., :1], torch.Tensor)
-    expected = state.scores(0, rows)
-    rows.query = rows.query.flip(0)
-    assert torch.equal(child.fork(torch.tensor([0, 1]), 20).scores(0, rows), expected.flip(0))

@@ -65,28 +65,6 @@ def test_centres_and_spreads_are_means_of_complex_queries_without_positions():
         assert torch.allclose(found["turn"][layer], torch.tensor([*-angle, *angle]), rtol=1e-6)
 
 
-def test_a_score_is_the_mean_score_that_queries_at_the_centre_would_give():
-    """Without spread: the model's own product of a placed query and a placed key, averaged over the distances."""
-    method = TriAttention(kept_tokens=10, offset_max_length=8, protect_prompt=False, normalize_scores=False)
-    generator = torch.Generator().manual_seed(1)
-    with attach(tiny("gqa")) as attached:
-        geometry = attached.geometry
-        measured = calibrate(attached, method, token_ids(30))
-        measured["spread"] = torch.zeros_like(measured["spread"])
-        lengths = Lengths(torch.tensor([20]), torch.tensor([40]))
-        state = new_states(attached, method, lengths, measured)[attached.device]
-        bare = torch.randn(1, 2, 20, geometry.head_dim, generator=generator)
-        key = geometry.rotate(bare, torch.arange(20)[None], layer=3)
-        centre = measured["centre"][3].float()[None, :, None]
-        products = []
-        for ahead in (1, 2, 4, 8):
-            query = geometry.rotate(centre, torch.tensor([[20 + ahead]]), layer=3)
-            products.append(query.unflatten(1, (2, -1))[:, :, :, 0] @ key.mT)
-        wanted = torch.stack(products).mean(0)  # [1, num_kv_heads, group, tokens]
-        coming = state._coming(3, lengths.prompt).unflatten(1, (2, -1))
-        assert torch.allclose(coming @ key.mT, wanted, atol=1e-4)
-
-
 def test_a_model_without_rotary_positions_is_refused_in_one_line():
     method = TriAttention()
     lengths = Lengths(torch.tensor([20]), torch.tensor([200]))
