@@ -17,7 +17,7 @@ from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
 from harness.replay.setup import Setup
 from harness.settings.codecs import codec_named, codec_names
-from methods.codecs.base import FLOAT_DTYPES, RowCodec, code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.base import FLOAT_DTYPES, RowCodec, code_bytes, hadamard
 from methods.codecs.blockgtq import BlockGtqCodec
 from methods.codecs.channel import ChannelCodec
 from methods.codecs.floats import STORED_DTYPES, FloatCodec
@@ -257,15 +257,6 @@ def test_turboquant_follows_its_definition(name, shape, seed, scale):
 
 def test_a_row_of_zeros_reads_back_as_zeros():
     assert torch.equal(TurboCodec("turbo3").roundtrip(torch.zeros(2, 64)), torch.zeros(2, 64))
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from([1, 2, 3, 4, 8]), shapes, seeds)
-def test_packed_codes_are_the_codes(bits, shape, seed):
-    codes = torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(seed))
-    packed = pack_codes(codes, bits)
-    assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], code_bytes(shape[-1], bits))
-    assert torch.equal(unpack_codes(packed, bits, shape[-1]).long(), codes)
 
 
 def test_the_bytes_of_codes_by_hand():
