@@ -16,7 +16,6 @@ from harness.model.prompts import PromptPass
 from harness.model.tiny import tiny_ids
 from harness.replay.setup import tokenized
 from methods.base import Geometry, Lengths, TokenCounts
-from methods.extras import Repetition
 from methods.kvzip import KVzip
 from tests.cases import ASKED, Case
 from tests.living import tiny
@@ -133,16 +132,6 @@ def test_where_all_layers_share_a_budget_heads_keep_unequal_numbers():
     """Else the test above could not tell a shared budget from a uniform one."""
     kept = plain_kept(METHODS["whole"], plain_score(tiny("gqa"), METHODS["whole"], prompts()[0]))
     assert len({len(tokens) for tokens in kept.values()}) > 1
-
-
-def test_repetitions_by_hand():
-    method = KVzip(num_sinks=2, chunk_size=10, instruction=(91, 92), continuation=(93,), suffix=(94,))
-    assert method.repetitions(25) == [
-        Repetition([(91, 92), (94,), slice(2, 12)], slice(2, 12)),
-        Repetition([(93,), slice(4, 12), (94,), slice(12, 22)], slice(12, 22)),
-        Repetition([(93,), slice(14, 22), (94,), slice(22, 25)], slice(22, 25)),
-    ]
-    assert method.repetitions(2) == []
 
 
 def test_sizes_by_hand():

@@ -36,7 +36,6 @@ from methods.prompt_evicting import ExpectedAttention, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
 from methods.rocketkv import RocketKV
-from methods.sampling import random_numbers
 from methods.selection import GROUPS
 from methods.shadowkv import ShadowKV, low_rank
 from methods.socket import Socket
@@ -44,7 +43,7 @@ from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
-from methods.vattention import BASE_SAMPLE, FINAL_SAMPLE, VAttention, VAttentionState
+from methods.vattention import VAttention, VAttentionState
 from tests.cases import preset
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
@@ -385,20 +384,6 @@ def test_a_sample_is_unbiased_where_few_tokens_hold_most_of_the_attention(spread
     standard_error = float(error.std()) / math.sqrt(len(error))
     assert standard_error < 0.002
     assert abs(float(error.mean())) < 0.01
-
-
-def test_random_numbers_are_even_and_independent_of_each_other():
-    positions, tokens = torch.arange(40, 60)[None], torch.arange(2000).expand(1, 1, -1)
-    rows = QueryRows(None, positions, positions >= 0, tokens, positions[:, None], None)
-    draws = product((0, 1), (0, 1), (FINAL_SAMPLE, BASE_SAMPLE))
-    parts = [random_numbers(seed, layer, rows, 3, sample).flatten(1, 2) for seed, layer, sample in draws]
-    numbers = torch.cat(parts, 1)[0].double() / 2**24  # of each seed, layer, sample, set and row
-    assert numbers.min() >= 0 and numbers.max() < 1
-    assert (numbers.mean(-1) - 0.5).abs().max() < 0.03
-    counts = (numbers.flatten() * 16).long().bincount(minlength=16).double() / numbers.numel()
-    assert (counts * 16 - 1).abs().max() < 0.03
-    assert (torch.corrcoef(numbers) - torch.eye(len(numbers))).abs().max() < 0.12
-    assert (numbers[:, 1:] * numbers[:, :-1]).mean() == pytest.approx(0.25, abs=0.003)
 
 
 # Columns
