@@ -6,7 +6,6 @@ import importlib.util
 import pickle
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,9 +143,6 @@ def test_the_tokens_are_those_that_the_press_compresses_to(choice):
             weights = weights.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)[None]
             press = method.press()
             press.compression_ratio = method.ratio(length)
-            config = SimpleNamespace(_attn_implementation="sdpa")
-            before = module.config._attn_implementation
-            module.config._attn_implementation = config._attn_implementation
             module.rotary_emb = model.model.rotary_emb
             try:
                 torch.manual_seed(layer)
@@ -164,7 +160,6 @@ def test_the_tokens_are_those_that_the_press_compresses_to(choice):
                     for head in range(2):
                         expected[head, torch.cdist(got[0, head], keys[0, head]).argmin(-1)] = True
             finally:
-                module.config._attn_implementation = before
                 del module.rotary_emb
                 vars(module).pop("masked_key_indices", None)
             stays = state.tokens[layer][at, :, first:200] != EMPTY
