@@ -17,7 +17,7 @@ from methods.h2o import H2O
 from tests.cases import CASES, Case
 from tests.living import PROMPT, STEPS, Crossed, force, open_live
 from tests.mixed_models import LOCAL, MIXED, WINDOW, mixed
-from tests.replaying import assert_close, open_session, pad, run_one, run_ragged, token_ids
+from tests.replaying import assert_close, open_session, run_one, run_ragged, token_ids
 
 every_model = pytest.mark.parametrize("name", MIXED)
 local_models = pytest.mark.parametrize("name", LOCAL)
@@ -52,32 +52,6 @@ def test_the_ring_stays_on_the_device(name):
             assert crossed.written.total() == 4 * HEADS * (PROMPT + STEPS) * ROW
         kinds = [policy.kind for policy in open_session(attached, CASES["h2o"], [20], 20).policies]
         assert kinds == ["local", "full", "full", "local", "method", "method"], "dense by its number among them"
-
-
-# States of recurrent layers
-
-
-def copies_of_states(session) -> list[torch.Tensor]:
-    """The recurrent states of a session, copied."""
-    return [state.clone() for states in session.model_cache.states() for state in states.values()]
-
-
-def test_a_fork_of_a_session_forks_the_states():
-    """Children in another order and twice, of which one runs on before the other, and the trunk after both."""
-    ids, valid = pad([token_ids(20), token_ids(13, 1)], left=True)
-    rest = torch.tensor([token_ids(6, 2)] * 3)
-    real = torch.ones_like(rest, dtype=torch.bool)
-    with attach(mixed("qwen3_next")) as attached:
-        trunk = open_session(attached, CASES["h2o"], [26, 19], 26)
-        trunk.prefill(ids, valid)
-        states = copies_of_states(trunk)
-        child, twin = (trunk.fork(torch.tensor([1, 0, 1]), 26) for _ in range(2))
-        first = attached.logits(child.decode(rest, real))
-        assert all(torch.equal(*pair) for pair in zip(copies_of_states(trunk), states, strict=True))
-        real[2] = False  # a sequence that has ended
-        assert_close(attached.logits(twin.decode(rest, real))[:2], first[:2])
-        own = attached.logits(trunk.decode(rest[:2], real[:2]))
-    assert_close(first, own[[1, 0, 1]])
 
 
 # Sizes, by hand: more in test_mixed_tables.py
