@@ -20,7 +20,7 @@ from methods.prompt_evicting import PromptEvicting
 from tests.cases import Case
 from tests.living import tiny
 from tests.methods.test_kvzip import attention_of
-from tests.methods.test_rules import BATCH, Sequence, replayed, rope, shared_counts
+from tests.methods.test_rules import BATCH, Sequence, replayed, rope, shared_counts, snapkv
 from tests.reference import softmax
 from tests.replaying import PROMPT, open_session, token_ids
 
@@ -45,7 +45,7 @@ class Prompt:
     and what each query head's part of the output projection makes of a value: matrix [heads, head_dim, hidden]."""
 
     def __init__(self, geometry: Geometry, sequence: Sequence, length: int, weight: torch.Tensor) -> None:
-        self.geometry, self.length = geometry, length
+        self.geometry, self.sequence, self.length = geometry, sequence, length
         self.query, self.key, self.value = (part[:, :length] for part in sequence[:3])
         self.matrix = weight.detach().double().T.unflatten(0, (geometry.num_heads, -1)).numpy()
         self.kv_heads = range(geometry.num_kv_heads)
@@ -65,24 +65,14 @@ class Prompt:
         return np.mean([np.abs(self.value[kv] @ self.matrix[head]).sum(1) for head in self.group(kv)], 0)
 
 
-def around(numbers: np.ndarray, token: int, width: int) -> np.ndarray:
-    return numbers[max(0, token - width // 2) : token + width // 2 + 1]
-
-
 def best(score: np.ndarray, second: np.ndarray, tokens, count: int) -> list[int]:
     return sorted(tokens, key=lambda token: (-score[token], -second[token], -token))[:count]
 
 
 def critical(method: CriticalKV, prompt: Prompt, tokens: range, share: int) -> list[set[int]]:
     before = prompt.length - method.window
-    smoothed, plain = [], []
-    for kv in prompt.kv_heads:
-        rows = [prompt.attention(head, row) for head in prompt.group(kv) for row in range(before, prompt.length)]
-        mean = np.mean(rows, 0)[:before]
-        wide = [around(mean, token, method.kernel) for token in range(before)]
-        pooled = [part.max() if method.pooling == "max" else part.sum() / method.kernel for part in wide]
-        smoothed.append(np.array(pooled))
-        plain.append(mean)
+    sums = snapkv(method, prompt.geometry, prompt.sequence, prompt.length)
+    smoothed, plain = (each[:, :before] / (prompt.geometry.group * method.window) for each in sums)
     counts = [share] * len(smoothed)
     if method.heads == "adaptive":
         counts = shared_counts(smoothed, tokens, share)
@@ -108,7 +98,7 @@ def defensive(method: DefensiveKV, prompt: Prompt, tokens: range, share: int) ->
     for kv in prompt.kv_heads:
         risk = np.zeros(before)
         for row in rows[kv]:
-            wide = np.array([around(row, token, method.kernel).sum() / method.kernel for token in range(before)])
+            wide = np.convolve(row, np.ones(method.kernel) / method.kernel, "same")
             risk = np.maximum(risk, wide * row.sum() / wide.sum())
         risk = np.maximum(risk, risk.mean())
         of_head = risk * (prompt.norms(kv) / total_norm)[:before]
