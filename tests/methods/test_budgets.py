@@ -122,7 +122,7 @@ def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_sm
         with_budget_as_stored(Streaming(num_sinks=100, dense_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
-SMALL = replace(GEOMETRY, num_layers=30)
+SMALL = replace(GEOMETRY, num_layers=10)
 
 
 def refusal_of(method, prompt: int, final: int, budget: float) -> str:
@@ -138,7 +138,7 @@ def refusal_of(method, prompt: int, final: int, budget: float) -> str:
 def test_a_refused_budget_says_what_is_allowed():
     said = refusal_of(SnapKV(dense_layers=2), 256, 1024, 0.1)
     assert said.startswith("budget=0.1: the nearest budget of method=mine is 0.")
-    assert "(method.dense_layers=2 of 30 layers read the full cache)" in said and "budget=nearest:0.1" in said
+    assert "(method.dense_layers=2 of 10 layers read the full cache)" in said and "budget=nearest:0.1" in said
     assert refusal_of(SnapKV(dense_layers=0), 960, 1024, 0.1) == ""
 
 
@@ -149,7 +149,7 @@ LONG_ANSWERS = {"random", "triattention"}
 
 
 def test_at_the_default_lengths_methods_can_read_a_tenth():
-    """Of conf/method, on a model of 30 layers: all that have a budget and no dense part by design."""
+    """Of conf/method, on a model of 10 layers: all that have a budget and no dense part by design."""
     refused = {}
     for name in options("method"):
         try:
