@@ -17,7 +17,7 @@ from methods.h2o import H2O
 from tests.cases import CASES, Case
 from tests.living import PROMPT, STEPS, Crossed, force, open_live
 from tests.mixed_models import LOCAL, MIXED, WINDOW, mixed
-from tests.replaying import assert_close, open_session, run_one, run_ragged, token_ids
+from tests.replaying import assert_close, open_session, pad, run_one, run_ragged, token_ids
 
 every_model = pytest.mark.parametrize("name", MIXED)
 local_models = pytest.mark.parametrize("name", LOCAL)
@@ -52,6 +52,19 @@ def test_the_ring_stays_on_the_device(name):
             assert crossed.written.total() == 4 * HEADS * (PROMPT + STEPS) * ROW
         kinds = [policy.kind for policy in open_session(attached, CASES["h2o"], [20], 20).policies]
         assert kinds == ["local", "full", "full", "local", "method", "method"], "dense by its number among them"
+
+
+def test_a_sequence_that_has_ended_changes_no_recurrent_state_of_another():
+    ids, valid = pad([token_ids(20), token_ids(13, 1)], left=True)
+    rest = torch.tensor([token_ids(6, 2)] * 2)
+    real = torch.ones_like(rest, dtype=torch.bool)
+    with attach(mixed("qwen3_next")) as attached:
+        session = open_session(attached, CASES["h2o"], [26, 19], 26)
+        session.prefill(ids, valid)
+        twin = session.fork(torch.tensor([0, 1]), 26)
+        both = attached.logits(session.decode(rest, real))
+        real[1] = False
+        assert_close(attached.logits(twin.decode(rest, real))[:1], both[:1])
 
 
 # Sizes, by hand: more in test_mixed_tables.py
