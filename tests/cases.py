@@ -16,7 +16,7 @@ from harness.replay.setup import codec_of
 from harness.run.compose import load
 from harness.settings import own_method
 from harness.settings.schema import options
-from methods.base import Method
+from methods.base import Method, Selection
 from methods.capkv import CapKV
 from methods.codecs.channel import ChannelCodec
 from methods.codecs.floats import FloatCodec
@@ -26,7 +26,7 @@ from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec
 from methods.criticalkv import CriticalKV
 from methods.defensivekv import DefensiveKV
 from methods.doublesparsity import DoubleSparsity
-from methods.extras import tokenized
+from methods.extras import HandsOn, NeedsInputs, tokenized
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -39,7 +39,14 @@ from methods.loki import Loki
 from methods.oracle import Oracle, OracleSampled
 from methods.pariskv import ParisKV
 from methods.pqcache import PQCache
-from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
+from methods.prompt_evicting import (
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    PromptEvicting,
+    PromptEvictingState,
+    SnapKV,
+)
 from methods.quest import Quest, QuestState
 from methods.random_attention import RandomAttention
 from methods.retroinfer import RetroInfer
@@ -162,6 +169,68 @@ class Biased(Quest):
     state = BiasedState
 
 
+class FollowingState(HandsOn, QuestState):
+    """Keeps what was chosen by the slot of the row's own token, until a later row takes it."""
+
+    handed_on = ("chosen",)
+
+    def start(self, calibration):
+        super().start(calibration)
+        self.chosen = {}
+
+    def select(self, layer, rows):
+        assert rows.query.device == self.lengths.final.device
+        last = rows.slot_positions.shape[-1]
+        own = range(last - rows.positions.shape[1], last)
+        if layer in self.method.anchors:
+            mask = super().select(layer, rows).mask
+            self.chosen |= dict(zip(own, mask.unbind(2), strict=True))
+        mask = torch.stack([self.chosen[slot] for slot in own], 2)
+        return Selection(mask, mask.sum(-1).double().mean(1))
+
+    def fork(self, index, num_slots):
+        child = super().fork(index, num_slots)
+        child.chosen = {}
+        return child
+
+
+@dataclass(frozen=True)
+class Following(Quest):
+    """Layers behind an anchor read what it selected by its own query."""
+
+    anchors: tuple[int, ...] = (1,)
+    dense_layers: int = 1
+
+    state = FollowingState
+
+    def when_of(self, layer):
+        return "own_query" if layer in self.anchors else "earlier_layer"
+
+
+class ProjectedState(PromptEvictingState):
+    """Score: what the module's output projection and its input say of a token."""
+
+    def prompt_score(self, layer, query, key, value, rows):
+        module, hidden, *_ = rows.inputs
+        if not key.is_cuda:  # there it would wait
+            again = module.v_proj(hidden).unflatten(-1, (key.shape[1], -1)).transpose(1, 2)
+            assert torch.allclose(again, value, atol=1e-5), "another layer's input"
+        output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
+        made = value.repeat_interleave(self.geometry.group, 1).transpose(1, 2).flatten(2) @ output.weight.mT
+        return (made + hidden).norm(dim=-1)[:, None].expand(key.shape[:3])
+
+
+@dataclass(frozen=True)
+class Projected(NeedsInputs, PromptEvicting):
+    """Keeps tokens by a rule that uses W_O."""
+
+    dense_layers: int = 1
+    budget: float = 0.5
+
+    title = "Projected"
+    state = ProjectedState
+
+
 ASKED = {"instruction": (5, 6, 7), "continuation": (8, 9), "suffix": (4,)}
 """KVzip's instructions as token ids."""
 
@@ -272,6 +341,8 @@ CASES = {
     ),
     "kascade": Case(Kascade(budget=0.3, min_tokens=2, anchors=(2,))),
     "biased": Case(Biased(budget=0.5, page_size=2)),
+    "following": Case(Following(budget=0.3, page_size=4)),
+    "projected": Case(Projected()),
     "oracle": Case(Oracle(alpha=0.7, budget=0.5, dense_layers=2)),
     "oracle+smooth": Case(Oracle(alpha=inf, budget=0.3, dense_layers=2), Smooth()),
     "oracle-sampled": Case(OracleSampled(budget=0.3, dense_layers=2)),

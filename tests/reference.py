@@ -344,23 +344,18 @@ class LlamaBlocks:
         return self.layers[layer].input_layernorm(hidden)
 
     def states(self, layer: int, attention_input: Tensor, position: int) -> tuple[list[Vector], ...]:
-        """Queries, keys and values."""
-        queries, keys, values = self._projected(layer, attention_input)
+        """Queries, keys and values, each [heads][head_dim]."""
+        of = self.layers[layer].self_attn
+        parts = (of.q_proj, of.k_proj, of.v_proj)
+        queries, keys, values = (each(attention_input).view(-1, self.head_dim) for each in parts)
         return self._placed(queries, position), self._placed(keys, position), list(values.double().numpy())
 
-    def _projected(self, layer: int, attention_input: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values before their positions, each [heads, head_dim]."""
-        of = self.layers[layer].self_attn
-        heads = [each(attention_input).view(-1, self.head_dim) for each in (of.q_proj, of.k_proj, of.v_proj)]
-        return (of.q_norm(heads[0]), of.k_norm(heads[1]), heads[2]) if hasattr(of, "q_norm") else tuple(heads)
-
     def _placed(self, heads: Tensor, position: int) -> list[Vector]:
-        """Rotary positions: the halves of a head, or of its rotary part, turn against each other."""
+        """Rotary positions: the halves of a head turn against each other."""
         cos, sin = self.decoder.rotary_emb(heads[None], torch.tensor([[position]]))
-        turning, still = heads.tensor_split([cos.shape[-1]], -1)
-        first, second = turning.chunk(2, -1)
-        turned = turning * cos[0, 0] + torch.cat([-second, first], -1) * sin[0, 0]
-        return list(torch.cat([turned, still], -1).double().numpy())
+        first, second = heads.chunk(2, -1)
+        turned = heads * cos[0, 0] + torch.cat([-second, first], -1) * sin[0, 0]
+        return list(turned.double().numpy())
 
     def after_attention(self, layer: int, hidden: Tensor, output: Vector) -> Tensor:
         block = self.layers[layer]
@@ -392,27 +387,4 @@ class OPTBlocks(LlamaBlocks):
         return hidden + block.fc2(block.activation_fn(block.fc1(block.final_layer_norm(hidden))))
 
 
-class Phi3Blocks(LlamaBlocks):
-    """The same of Phi-3: one projection makes all queries, then all keys, then all values."""
-
-    def _projected(self, layer: int, attention_input: Tensor) -> tuple[Tensor, ...]:
-        heads = self.layers[layer].self_attn.qkv_proj(attention_input).view(-1, self.head_dim)
-        return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads])
-
-
-class GPTNeoXBlocks(LlamaBlocks):
-    """The same of GPT-NeoX: query, key and value head by head; attention and FFN read the same residual."""
-
-    name = "gpt_neox"
-
-    def _projected(self, layer: int, attention_input: Tensor) -> tuple[Tensor, ...]:
-        fused = self.layers[layer].attention.query_key_value(attention_input)
-        return fused.view(self.num_heads, 3, self.head_dim).unbind(1)
-
-    def after_attention(self, layer: int, hidden: Tensor, output: Vector) -> Tensor:
-        block = self.layers[layer]
-        attended = block.attention.dense(torch.from_numpy(output).float())
-        return hidden + attended + block.mlp(block.post_attention_layernorm(hidden))
-
-
-BLOCKS = {"opt": OPTBlocks, "phi3": Phi3Blocks, "gpt_neox": GPTNeoXBlocks}
+BLOCKS = {"opt": OPTBlocks}

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from harness.model.attach import attach
 from harness.model.budgets import ReadStats
+from harness.model.calibration import calibrate
 from harness.replay.session import ReplaySession
 from tests.cases import Case
 from tests.living import calibration, tiny
@@ -112,3 +114,21 @@ def watched(note: Callable, handlers: Iterable) -> Iterator[None]:
         for handler in handlers:
             patch.setattr(handler, "attention", watching(handler.attention))
         yield
+
+
+def calibrated(
+    attached, method, text: list[int]
+) -> tuple[dict[str, torch.Tensor], list[tuple[np.ndarray, np.ndarray]]]:
+    """What a method measures of a text, and of each layer the query and key that it measures, [heads, tokens,
+    head_dim]."""
+    seen, measure = [], type(method).calibrate
+
+    def noting(method, query, key, geometry, earlier):
+        seen.append((query.double().numpy(), key.double().numpy()))
+        return measure(method, query, key, geometry, earlier)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(method), "calibrate", noting)
+        measured = calibrate(attached, method, text)
+    assert len(seen) == attached.geometry.num_layers
+    return measured, seen

@@ -34,7 +34,7 @@ from plots import speed as figures
 from plots.data import Tables
 from tests.cases import CASES
 from tests.decode.test_needs import prompts_of
-from tests.living import PROMPT, attached_with_link, calibration_of, force, open_live, tiny
+from tests.living import PROMPT, attached_with_link, calibration_of, open_live, tiny
 from tests.runs import reading, tiny_loaded
 
 EXACT = Efficiency(1.0, 1.0, 1.0)
@@ -42,16 +42,8 @@ SHAPE = ModelShape("tiny", 4, 64, 4, 2, 16, 128, 3, 256, 1)
 """The sizes of a tiny llama with 2 KV heads; 128 bytes a cached token, layer and sequence in half precision."""
 ROW = 128
 WEIGHTS = 10_000
-MACHINE = Platform(
-    "machine",
-    "modelled",
-    "nowhere",
-    flops_per_s=1e15,
-    memory_bytes_per_s=1e9,
-    device_bytes=1e6,
-    link_bytes_per_s=1e6,
-    host_channel_bytes_per_s=1e9,
-)
+RATES = {"flops_per_s": 1e15, "memory_bytes_per_s": 1e9, "link_bytes_per_s": 1e6, "host_channel_bytes_per_s": 1e9}
+MACHINE = Platform("machine", "modelled", "nowhere", device_bytes=1e6, **RATES)
 
 
 def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200_000, host_bytes=None, **options):
@@ -130,11 +122,9 @@ def test_a_shape_has_the_sizes_of_the_loaded_model(method):
         loaded = sizes_of(attached, method)
     geometry = modelled._geometry(SHAPE, "llama")
     shaped = modelled._model_sizes(SHAPE, geometry, method, loaded.weight_bytes)
-    assert [layer._replace(policy=None) for layer in shaped.layers] == [
-        layer._replace(policy=None) for layer in loaded.layers
-    ]
-    kinds = [(layer.policy.kind, layer.policy.number, layer.policy.when) for layer in shaped.layers]
-    assert kinds == [(layer.policy.kind, layer.policy.number, layer.policy.when) for layer in loaded.layers]
+    for one, other in zip(shaped.layers, loaded.layers, strict=True):
+        kinds = [(layer.policy.kind, layer.policy.number, layer.policy.when) for layer in (one, other)]
+        assert one._replace(policy=None) == other._replace(policy=None) and kinds[0] == kinds[1]
     assert shaped.sizes._replace(ffn_rows=None) == loaded.sizes._replace(ffn_rows=None)
 
 
@@ -237,18 +227,12 @@ def test_where_memory_does_not_suffice_the_largest_batch_that_runs_is_found(room
     assert found.equal_batch == 11, "of the full cache by arithmetic"
 
 
-def test_a_batch_whose_prompts_pass_together_is_sized_to_the_byte():
-    """As a session that runs its prompts asks for it; test_needs.py has the sizes of every kind of method."""
-    case = CASES["full"]
+def test_prompts_that_pass_together_need_so_much_more():
+    """Else 2,048 tokens at a time."""
     with attached_with_link() as (attached, _):
-        with closing(open_live(attached, case, 3)) as session:
-            force(session, (PROMPT,) * 2, 2)
-            asked, gen_len = session.bytes_needed.device, session.max_new_tokens
-        sizes = sizes_of(attached, case.method)
-        plan = Plan(sizes, case.method, case.codec, "device", calibration=calibration_of(attached))
-        capacity = Capacity("here", plan, PROMPT, gen_len, 10**9, None, 8, in_one_pass=True)
-        needs = capacity.needs(2)
-        assert needs.asked + needs.workspace == asked and needs.workspace == 2 * capacity.needs(1).workspace
+        plan = Plan(sizes_of(attached, Full()), Full(), None, "device")
+    together, in_turn = (Capacity("here", plan, 2048, 8, 10**9, None, 8, in_one_pass=each) for each in (True, False))
+    assert together.needs(2).workspace == 2 * in_turn.needs(2).workspace > 0
 
 
 @pytest.mark.parametrize(("gib", "memory_gib"), [(None, 0.25), (0.3, 0.3)])
@@ -292,53 +276,34 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
 
 # Refusals
 
-H100 = ["platform=h100-pcie5", "model=llama3.1-8b"]
+H100, CUDA = ["platform=h100-pcie5", "model=llama3.1-8b"], ["platform=cuda", "method=full"]
 
 
-@pytest.mark.parametrize(
-    ("words", "refusal"),
-    [
-        (["method=full"], "platform.device_gib=null: kind=capacity needs the memory of the emulated device"),
-        ([*H100, "method=oracle", "budget=0.1"], "placement=host: Oracle selects by the true scores"),
-        ([*H100, "method=kvzip", "placement=device"], "method=kvzip: reads each prompt again"),
-        ([*H100, "placement=managed", "method=full"], "placement=managed: needs platform=cuda"),
-        ([*H100, "system=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
-        ([*H100, "system=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for gpu_cache"),
-        ([*H100, "system=offload-pageable"], "platform.overlap=false or platform.pinned=false: kind=capacity"),
-        (["platform=cuda", "method=full", "model.device=map"], "model.device=map: kind=capacity is about one device"),
-        (
-            ["platform=cuda", "method=full", "platform.weights_on_device=0.5"],
-            "platform.weights_on_device=0.5: kind=capacity has all weights on the device",
-        ),
-        (["platform=cuda", "method=full", "placement=managed"], "placement=managed: allowed in kind=capacity: device"),
-        (["platform=cpu", "platform.device_gib=0", "method=full"], "platform.device_gib=0: must be above 0"),
-    ],
-)
-def test_settings_without_meaning_are_refused(words, refusal):
-    with pytest.raises(UserError) as error:
-        load(["experiment=capacity", *words])
-    assert str(error.value).startswith(refusal) and "\n" not in str(error.value)
+REFUSED = [
+    (["method=full"], "platform.device_gib=null: kind=capacity needs the memory of the emulated device"),
+    ([*H100, "method=oracle", "budget=0.1"], "placement=host: Oracle selects by the true scores"),
+    ([*H100, "method=kvzip", "placement=device"], "method=kvzip: reads each prompt again"),
+    ([*H100, "placement=managed", "method=full"], "placement=managed: needs platform=cuda"),
+    ([*H100, "system=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
+    ([*H100, "system=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for gpu_cache"),
+    ([*H100, "system=offload-pageable"], "platform.overlap=false or platform.pinned=false: kind=capacity"),
+    ([*CUDA, "model.device=map"], "model.device=map: kind=capacity is about one device"),
+    ([*CUDA, "platform.weights_on_device=0.5"], "platform.weights_on_device=0.5: kind=capacity has all weights on"),
+    ([*CUDA, "placement=managed"], "placement=managed: allowed in kind=capacity: device"),
+    (["platform=cpu", "platform.device_gib=0", "method=full"], "platform.device_gib=0: must be above 0"),
+    # and by a modelled run
+    (["platform=rtx4090-pcie4", "model=opt-30b", "method=full"], "platform=rtx4090-pcie4: its 24 GiB must be above"),
+    ([*H100, "method=full", "prompt_len=131072"], "prompt_len=131072 and gen_len=32: llama3.1-8b takes at most 131072"),
+    ([*H100, "method=infinigen"], "method=infinigen: how many tokens it reads depends on the text"),
+    ([*H100, "model=gemma3-270m", "method=full"], "model=gemma3-270m: the cost model knows opt"),
+]
 
 
-@pytest.mark.parametrize(
-    ("words", "refusal"),
-    [
-        (
-            ["platform=rtx4090-pcie4", "model=opt-30b", "method=full"],
-            "platform=rtx4090-pcie4: its 24 GiB must be above",
-        ),
-        (
-            [*H100, "method=full", "prompt_len=131072"],
-            "prompt_len=131072 and gen_len=32: llama3.1-8b takes at most 131072",
-        ),
-        ([*H100, "method=infinigen"], "method=infinigen: how many tokens it reads depends on the text"),
-        (["platform=h100-pcie5", "model=gemma3-270m", "method=full"], "model=gemma3-270m: the cost model knows opt"),
-    ],
-)
-def test_a_modelled_run_refuses_what_it_cannot_say(words, refusal):
-    with pytest.raises(UserError) as error:
+@pytest.mark.parametrize(("words", "said"), REFUSED)
+def test_settings_without_meaning_are_refused(words, said):
+    with pytest.raises(UserError) as refusal:
         modelled.run_modelled(load(["experiment=capacity", *words]))
-    assert str(error.value).startswith(refusal) and "\n" not in str(error.value)
+    assert str(refusal.value).startswith(said) and "\n" not in str(refusal.value)
 
 
 def test_a_limit_plays_no_part_where_nothing_is_decoded():
@@ -356,17 +321,13 @@ def test_a_modelled_run_makes_rows(monkeypatch, tmp_path, capsys):
     rows = columns.read_table(Path("outputs/tables/capacity-modelled.csv"))
     assert not Path("outputs/tables/capacity.csv").exists()
     assert {row["source"] for row in rows} == {"modelled"}
+    by_run = {(row["label"], row["context"]): row for row in rows}
     # 128 KiB a token: 8,192 tokens are 1 GiB, 131,072 are 16, which do not fit beside 15 GiB of weights.
-    ideal = {row["context"]: row for row in rows if row["label"] == "ideal"}
-    assert ideal[8192]["device_kv_bytes"] == ideal[8192]["batch_size"] * GIB
-    assert (ideal[131072]["batch_size"], ideal[131072]["kv_tokens"], ideal[131072]["decode_tokens_per_s"]) == (
-        0,
-        0,
-        None,
-    )
-    offload = {row["context"]: row for row in rows if row["label"] == "offload"}
-    assert offload[131072]["largest_batch"] > 0 and offload[131072]["equal_batch"] == 1
-    assert torch.tensor(offload[131072]["host_kv_bytes"]) == offload[131072]["batch_size"] * 16 * GIB
+    fits, too_long, offload = (by_run[run] for run in (("ideal", 8192), ("ideal", 131072), ("offload", 131072)))
+    assert fits["device_kv_bytes"] == fits["batch_size"] * GIB
+    assert (too_long["batch_size"], too_long["kv_tokens"], too_long["decode_tokens_per_s"]) == (0, 0, None)
+    assert offload["largest_batch"] > 0 and offload["equal_batch"] == 1
+    assert offload["host_kv_bytes"] == offload["batch_size"] * 16 * GIB
 
 
 def test_the_figure_marks_walls_and_where_a_method_wins(monkeypatch):

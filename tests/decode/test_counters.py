@@ -211,7 +211,7 @@ def test_bytes_by_hand(name, placement):
     ):
         force(session, PADDED)
         crossed, read, kept = int(session.loaded_bytes), float(session.reads.num_bytes), session.device_bytes
-        written = int(session.written_bytes)
+        written, late = int(session.written_bytes), int(session.late_bytes)
     selected = [hand.read(t, final) for t, final in rows]
     index = [hand.index(t, final) for t, final in rows]
     cached, own = [t for t, _ in rows], 4 * len(rows)
@@ -220,6 +220,8 @@ def test_bytes_by_hand(name, placement):
     columns = batch * sum(range(24, 34))  # padding crosses the link, and is not read
     over_link = 2 * columns * EXACT + 2 * hand.row * (sum(selected) if hand.has_state else columns)
     assert crossed == (HEADS * over_link if placement == "host" else 0)
+    chosen_late = placement == "host" and hand.case.method.when == "own_query"
+    assert late == (HEADS * 2 * hand.row * sum(selected) if chosen_late else 0)
     columns = 0 if name == "h2o" else 10  # H2O writes some of its own rows; the prompt's are not counted
     own_rows = written - HEADS * batch * 2 * (10 * EXACT + columns * hand.row) * (placement == "host")
     most = 2 * HEADS * len(rows) * EXACT if (name, placement) == ("h2o", "host") else 0

@@ -16,7 +16,7 @@ import torch
 
 from harness.decode import disk as disks
 from harness.decode.disk import BLOCK_BYTES, Disk
-from harness.decode.disk_store import DiskStore, Lines
+from harness.decode.disk_store import DiskStore
 from harness.decode.links import DiskLink, EmulatedLink
 from harness.decode.store import RowFormat, chosen
 from harness.errors import UserError
@@ -67,38 +67,27 @@ CROSSING = (
     "kvzip",
 )  # fmt: skip
 """A case of each kind of cache."""
-
-
-@pytest.mark.parametrize("name", CROSSING)
-def test_disk_is_device(name, folder):
-    with attached_with_disk(folder) as (attached, link):
-        expected = live(attached, CASES[name], PROMPTS["padded"], placement="device")
-        got = live(attached, CASES[name], PROMPTS["padded"], placement="disk", link=link)
-    assert torch.equal(got.logits, expected.logits)
-
-
-@pytest.mark.parametrize("name", ["infinigen2", "fp8", "int4-hadamard", "kvarn", "blockgtq3", "nvfp4", "turboquant3"])
-def test_a_shipped_methods_disk_is_its_device(name, folder):
-    case = shipped(name)
-    with attached_with_disk(folder) as (attached, link):
-        expected = live(attached, case, (200, 180), placement="device")
-        got = live(attached, case, (200, 180), placement="disk", link=link)
-    assert torch.equal(got.logits, expected.logits)
+AS_SHIPPED = ("infinigen2", "fp8", "int4-hadamard", "kvarn", "blockgtq3", "nvfp4", "turboquant3")
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("infinigen", {"gpu_cache": 2}),
-        ("pool-counter", {"gpu_cache": 1}),
-        ("quest", {"gpu_cache": 1.5}),
-    ],
+    ("case", "prompts"),
+    [*((CASES[name], PROMPTS["padded"]) for name in CROSSING), *((shipped(name), (200, 180)) for name in AS_SHIPPED)],
+    ids=[*CROSSING, *AS_SHIPPED],
 )
-def test_rows_may_stay_on_the_device(name, options, folder):
+def test_disk_is_device(case, prompts, folder):
+    with attached_with_disk(folder) as (attached, link):
+        expected = live(attached, case, prompts, placement="device")
+        got = live(attached, case, prompts, placement="disk", link=link)
+    assert torch.equal(got.logits, expected.logits)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("infinigen", 2), ("pool-counter", 1), ("quest", 1.5)])
+def test_rows_may_stay_on_the_device(name, rows, folder):
     """As from host memory, whose rows lie in the same order of their arrival."""
     with attached_with_disk(folder, overlap=False) as (attached, link), EmulatedLink(1e12) as memory:
-        expected = live(attached, CASES[name], (24, 24), placement="host", link=memory, **options)
-        got = live(attached, CASES[name], (24, 24), placement="disk", link=link, **options)
+        expected = live(attached, CASES[name], (24, 24), placement="host", link=memory, gpu_cache=rows)
+        got = live(attached, CASES[name], (24, 24), placement="disk", link=link, gpu_cache=rows)
     assert torch.equal(got.logits, expected.logits)
     assert got[1:] == expected[1:]
 
@@ -153,13 +142,6 @@ def test_any_order_of_writes_and_reads_is_a_memorys(codec, head_dim, folder):
 
 
 # Bytes by hand: rows of 512 bytes, 8 a block
-
-
-def test_where_rows_lie():
-    lines = Lines(2, 3, 50, 512)
-    assert (lines.number, lines.line_blocks, lines.num_blocks) == (6, 7, 42)  # 50 tokens are 6.25 blocks
-    head, slot = np.array([4]), np.array([10])  # the second head of the second sequence
-    assert lines.offsets(head, slot).tolist() == [4 * 7 * BLOCK_BYTES + 10 * 512]
 
 
 def test_bytes_are_those_of_whole_blocks(folder):

@@ -45,19 +45,16 @@ def require_same_as_alone(model, case, batch: str, placement: str, **options) ->
             assert session.steps == 0 and not session.reads.rows
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_forks_of_a_session_are_what_sessions_of_their_own_are(name):
+@pytest.mark.parametrize(
+    ("name", "batch", "placement"),
+    [
+        *((name, "padded", "device") for name in WIDE),
+        *((name, "even", "host") for name in WIDE if CASES[name].method.when != "true_scores"),
+    ],
+)
+def test_forks_of_a_session_are_what_sessions_of_their_own_are(name, batch, placement):
     """Tokens, budgets and bytes."""
-    require_same_as_alone(tiny("gqa"), CASES[name], "padded", "device")
-
-
-@pytest.mark.parametrize("name", WIDE)
-def test_forks_in_host_memory_are_what_sessions_of_their_own_are(name):
-    if CASES[name].method.when == "true_scores":
-        with pytest.raises(ValueError, match="true scores"):
-            require_same_as_alone(tiny("gqa"), CASES[name], "even", "host")
-    else:
-        require_same_as_alone(tiny("gqa"), CASES[name], "even", "host")
+    require_same_as_alone(tiny("gqa"), CASES[name], batch, placement)
 
 
 def test_forks_begin_without_rows_on_the_device():

@@ -48,24 +48,6 @@ def no_thread_is_left():
     assert not [thread for thread in threading.enumerate() if thread.name == "kv-link"]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_rows_arrive_and_reads_see_earlier_writes(overlap):
-    store, keys, values = filled_store("int4")
-    new_keys, new_values = torch.randn(2, BATCH, HEADS, 1, HEAD_DIM).unbind()
-    index = torch.tensor([[[5, 63, -1, 0]] * HEADS] * BATCH)
-    with EmulatedLink(FAST, overlap=overlap) as link:
-        link.write_back(store, store.format.pack(new_keys, new_values), at=5)
-        tickets = prefetch(link, store, index), prefetch(link, store, 7)
-        for ticket in tickets:
-            ticket.wait()
-        some, first = (store.format.unpack(ticket.rows) for ticket in tickets)
-    keys[:, :, 5:6], values[:, :, 5:6] = new_keys, new_values
-    keys, values = store.codec.roundtrip(keys), store.codec.roundtrip(values)
-    assert torch.equal(first.keys, keys[:, :, :7]) and torch.equal(first.values, values[:, :, :7])
-    assert torch.equal(some.keys[:, :, [0, 1, 3]], keys[:, :, [5, 63, 0]])
-    assert not some.keys[:, :, 2].any()
-
-
 class TimedLink(EmulatedLink):
     """Records when the link was occupied, in seconds, and by how many bytes."""
 

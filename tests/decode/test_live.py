@@ -5,7 +5,6 @@ import torch
 
 from harness.decode import links as emulated
 from harness.decode import timeline as timelines
-from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.session import generate
 from harness.decode.timeline import SEGMENTS, Timeline
 from harness.errors import UserError
@@ -22,7 +21,6 @@ from tests.living import (
     Crossed,
     attached_with_link,
     endless,
-    force,
     live,
     open_live,
     token_batch,
@@ -31,52 +29,12 @@ from tests.living import (
 KV_HEADS, HEAD_DIM = 2, 16  # of `gqa`
 HEADS = 2 * KV_HEADS  # of the batch
 FP32_ROW = 2 * HEAD_DIM * 4  # K and V
-INT4_ROW = 2 * (HEAD_DIM // 2 + 4)  # two codes a byte, lo and step in fp16 for the one group
 EVEN = (PROMPT, PROMPT)
 CACHED = [PROMPT + step for step in range(STEPS)]
 """Tokens cached before each step."""
 
 
 # Bytes over the link
-
-
-@pytest.mark.parametrize(
-    ("name", "gpu_cache"), [("pool-counter", 1), ("infinigen+int4", 2), ("quest", 1), ("quest", 1.5)]
-)
-def test_rows_that_were_read_last_do_not_cross_again(name, gpu_cache, monkeypatch):
-    """By the tokens that are asked for, against lists in the order of their use."""
-    asked = {}
-    original = GpuCacheFetcher.request_selected
-
-    def spy(fetcher, mask, most):
-        tokens = fetcher.tokens.expand(-1, KV_HEADS, -1)
-        picked = [set(t[m].tolist()) for t, m in zip(tokens.flatten(0, 1), mask.flatten(0, 1), strict=True)]
-        asked.setdefault(fetcher.store, []).append(picked)
-        return original(fetcher, mask, most)
-
-    monkeypatch.setattr(GpuCacheFetcher, "request_selected", spy)
-    with attached_with_link() as (attached, link), Crossed() as crossed:
-        session = open_live(attached, CASES[name], placement="host", link=link, gpu_cache=gpu_cache)
-        force(session, EVEN)
-        counted = session.h2d_bytes, session.d2h_bytes
-        rooms, late = session.caches[2].share.rooms, int(session.late_bytes)
-        session.close()
-        assert counted == (session.h2d_bytes, session.d2h_bytes) == (session.loaded_bytes, session.written_bytes)
-        to_device = [crossed.loaded[store] for store in session.stores]
-    row = INT4_ROW if name.endswith("int4") else FP32_ROW
-    missed = 0
-    for layer in (2, 3):
-        requests, recent, before = asked[session.stores[layer]], [[] for _ in range(HEADS)], missed
-        assert len(requests) == STEPS
-        for request in requests:
-            for wanted, there in zip(request, recent, strict=True):
-                missed += len(wanted - {*there})
-                there[:] = ([token for token in there if token not in wanted] + sorted(wanted))[-rooms[0] :]
-        loaded = missed - before
-        assert to_device[layer] == loaded * row
-        assert loaded < sum(len(head) for request in requests for head in request), "nothing stayed"
-    assert late == (missed * row if name == "quest" else 0)
-    assert to_device[:2] == [HEADS * sum(CACHED) * FP32_ROW] * 2
 
 
 @pytest.mark.parametrize("name", ["full", "int4", "h2o-recent", "infinigen-union"])
@@ -99,7 +57,7 @@ def test_the_dense_layers_cross_the_link_every_step(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["full", "int4", "h2o", "infinigen", "oracle", "kivi", "shadowkv", "snapkv-both", "kvzip"]
+    "name", ["full", "int4", "h2o", "infinigen", "oracle", "kivi", "shadowkv", "snapkv-both", "kvzip", "projected"]
 )
 def test_a_prompt_that_is_handed_over_is_as_good_as_ones_own(name):
     placement = "device" if CASES[name].method.when == "true_scores" else "host"

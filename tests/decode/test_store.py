@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.decode import store as rows_module
-from harness.decode.gpu_cache import GpuCache, missing_rows, rooms
+from harness.decode.gpu_cache import GpuCache, rooms
 from harness.decode.links import EmulatedLink
 from harness.decode.memory import Tuning
 from harness.decode.store import chosen
@@ -143,11 +143,11 @@ def backend(name):
 
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 40))
-tunings = st.builds(Tuning, num_programs=st.sampled_from([1, 2, 64]), bytes_in_flight=st.sampled_from([64, 512, 2**18]))
+tunings = st.builds(Tuning, num_programs=st.sampled_from([1, 2, 9]), bytes_in_flight=st.sampled_from([64, 512, 2**18]))
 
 
 @pytest.mark.parametrize("name", ["cpu", "triton"])
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     shape=shapes,
     slot_bytes=st.sampled_from([4, 8, 20, 32, 72, 136, 256]),
@@ -216,47 +216,7 @@ def test_columns_cross_by_one_copy_that_is_a_loop_over_their_rows():
     assert torch.equal(written[:, :, 2:5], slots[:, :, 2:5]) and written.sum() == rows[:, :, :3].sum()
 
 
-# Lists of slots
-
-
-@st.composite
-def masks(draw, min_slots=0):
-    """bool [batch, heads, slots]: ragged, empty and full heads."""
-    batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    slots = draw(st.integers(min_slots, 9))
-    ragged = st.lists(st.booleans(), min_size=slots, max_size=slots)
-    head = st.one_of(st.just([False] * slots), st.just([True] * slots), ragged)
-    return torch.tensor([draw(head) for _ in range(batch * heads)], dtype=torch.bool).view(batch, heads, slots)
-
-
-@given(masks(min_slots=1), st.data())
-def test_missing_rows_go_where_the_oldest_give_way_and_nothing_else_moves(mask, data):
-    slots, now = mask.shape[-1], 7 << 32
-    most = max(1, int(mask.sum(-1).max()))
-    room = data.draw(st.integers(most, most + 3))
-    kept, age = [], []
-    for _ in range(mask.shape[0] * mask.shape[1]):
-        there = data.draw(st.lists(st.integers(0, slots - 1), unique=True, max_size=room))
-        kept.append(data.draw(st.permutations(there + [-1] * (room - len(there)))))
-        age.append(data.draw(st.permutations(range(room))))
-    kept, age = (torch.tensor(each).view(*mask.shape[:2], room) for each in (kept, age))
-    tokens = torch.arange(slots).flip(0).expand(len(mask), 1, -1).int()
-    before = kept.clone(), age.clone()
-    missing, targets, *after, num_missing = missing_rows(mask, tokens, kept, age, now, most)
-    assert num_missing == (missing >= 0).sum()
-    assert (missing >= 0).int().diff(dim=-1).le(0).all(), "a row to fetch behind none"
-    assert torch.equal(kept, before[0]) and torch.equal(age, before[1]), "what is kept was changed in place"
-    fetched = chosen(missing, targets).by_target(room)
-    heads = (each.flatten(0, 1).tolist() for each in (kept, age, fetched, *after))
-    for head, old, ages, fetch, new, new_ages, present in zip(mask.flatten(0, 1), *heads, strict=True):
-        wanted = set(head.nonzero().view(-1).tolist())
-        oldest = [row for row in sorted(range(room), key=ages.__getitem__) if old[row] not in wanted]
-        expected = dict(zip(oldest, sorted(wanted - {*old}), strict=False))
-        assert fetch == [expected.get(row, -1) for row in range(room)]
-        assert new == [expected.get(row, was) for row, was in enumerate(old)]
-        assert present == [slot in wanted for slot in new]
-        of_slot = [now + slots - 1 - slot for slot in new]
-        assert new_ages == [mine if slot in wanted else was for slot, mine, was in zip(new, of_slot, ages, strict=True)]
+# Rows that stay on the device
 
 
 @given(st.data())

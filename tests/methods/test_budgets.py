@@ -41,7 +41,6 @@ from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
-from methods.vattention import VAttention
 from tests.cases import Case, preset
 from tests.living import PROMPT, STEPS, attached_with_link, force, live, open_live, replay, setup_of, token_batch
 
@@ -81,7 +80,7 @@ GEOMETRY = Geometry(num_layers=32, num_heads=2, num_kv_heads=1, head_dim=8, scal
 
 
 @settings(max_examples=40)
-@given(sizeable, decode_rows, st.integers(4, 32), st.floats(0.01, 1.0), codecs)
+@given(sizeable, decode_rows, st.integers(4, 9), st.floats(0.01, 1.0), codecs)
 def test_with_budget_lands_on_the_target_or_says_so(method, rows, num_layers, target, codec):
     counted, geometry = Counter(rows), replace(GEOMETRY, num_layers=num_layers)
     width = code_width(codec, geometry)
@@ -123,7 +122,7 @@ def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_sm
         with_budget_as_stored(Streaming(num_sinks=100, dense_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
-SMALL = replace(GEOMETRY, num_layers=30)
+SMALL = replace(GEOMETRY, num_layers=10)
 
 
 def refusal_of(method, prompt: int, final: int, budget: float) -> str:
@@ -139,7 +138,7 @@ def refusal_of(method, prompt: int, final: int, budget: float) -> str:
 def test_a_refused_budget_says_what_is_allowed():
     said = refusal_of(SnapKV(dense_layers=2), 256, 1024, 0.1)
     assert said.startswith("budget=0.1: the nearest budget of method=mine is 0.")
-    assert "(method.dense_layers=2 of 30 layers read the full cache)" in said and "budget=nearest:0.1" in said
+    assert "(method.dense_layers=2 of 10 layers read the full cache)" in said and "budget=nearest:0.1" in said
     assert refusal_of(SnapKV(dense_layers=0), 960, 1024, 0.1) == ""
 
 
@@ -150,7 +149,7 @@ LONG_ANSWERS = {"random", "triattention"}
 
 
 def test_at_the_default_lengths_methods_can_read_a_tenth():
-    """Of conf/method, on a model of 30 layers: all that have a budget and no dense part by design."""
+    """Of conf/method, on a model of 10 layers: all that have a budget and no dense part by design."""
     refused = {}
     for name in options("method"):
         try:
@@ -159,7 +158,8 @@ def test_at_the_default_lengths_methods_can_read_a_tenth():
             assert "has no budget to set" in str(refusal)
             continue
         assert (config.prefill_len, config.seq_len) == (960, 1024)
-        if config.budget is not None and not config.budget_is_measured:
+        if config.budget is not None:
+            assert not config.budget_is_measured, "a closed form of every shipped method"
             said = refusal_of(config.method, config.prefill_len, config.seq_len, 0.1)
             if said:
                 refused[name] = said
@@ -224,16 +224,11 @@ CACHED = range(PROMPT, PROMPT + STEPS)
 @pytest.mark.parametrize(
     ("method", "tokens"),
     [
-        # ceil(0.3 * 16) of 16 columns of every cached key, no value, and the projection of 16 x 5 numbers once
-        (InfiniGen(skew=False, fixed_fetch=5), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
+        # floor(0.3 * 16) of 16 columns of every cached key, no value, and the projection of 16 x 4 numbers once
         (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
         (InfiniGenPool(skew=False, fixed_fetch=5, pool_tokens=20), mean((5 * 20 + 16 * 5) / 32 / t for t in CACHED)),
-        # two projections; with codes, the mean of the coded keys too
+        # two projections
         (preset("infinigen-balanced"), mean((5 * t + 2 * 16 * 5) / 32 / t for t in CACHED)),
-        (
-            preset("infinigen-balanced", partial_weight_ratio=0.5, index_bits=4, projection_bits=4),
-            mean((8 * 8 / 16 * t + 2 * 16 * 8 * 8 / 16 + 8) / 32 / t for t in CACHED),
-        ),
         (InfiniGen(partial_weight_ratio=1.0, index_bits=4), mean((16 * 6 / 16 * t + 16 * 16) / 32 / t for t in CACHED)),
         (
             InfiniGenPool(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0),
@@ -260,36 +255,17 @@ CACHED = range(PROMPT, PROMPT + STEPS)
             ParisKV(num_sinks=0, recent_frac=0.0, dense_layers=2),
             mean((t * 2 + -(-t // 2) * (6 + 4)) / (2 * 32) / t for t in CACHED),
         ),
-        (
-            ParisKV(read_tokens=8, num_sinks=2, recent_frac=0.5, candidate_frac=0.01, dense_layers=2),
-            mean(((t - 6) * 2 + 2 * 10) / (2 * 32) / t for t in CACHED),
-        ),
         # 60 hashes of 10 bits in 76 bytes, and the length of the value
         (Socket(num_sinks=0, dense_layers=2), (76 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3, dense_layers=2), (2 + 2) / (2 * 32)),
         (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, dense_layers=2), 2 / (2 * 32)),
-        # floor(24 / 2.4^0.2758) = 18 prompt tokens stay; 18 / 10 is a token a chunk, and 16 / 1.8 channels
-        (
-            RocketKV(budget_tokens=10, window=2, dense_layers=2),
-            mean((18 + t - PROMPT) * 8 / 32 / t for t in CACHED),
-        ),
-        # 12 stay; 12 / 4 is two tokens a chunk, and 16 * 2 / 3 channels
-        (
-            RocketKV(budget_tokens=4, window=2, dense_layers=2),
-            mean((12 + t - PROMPT) // 2 * 10 / 32 / t for t in CACHED),
-        ),
-        (VAttention(num_sinks=0, dense_layers=2), 16 * (4 + 32 / 16) / 16 / 32),
-        # every key in 4 bits; or two vectors a full page, and in 4 bits the keys of Quest's pages
+        # every key in 4 bits
         (Twilight(candidate_frac=None), 16 * (4 + 32 / 16) / 16 / 32),
-        (Twilight(page_size=5), mean((t // 5 + ((max(3, t // 2 // 5) - 1) * 5 + t % 5) * 6 / 32) / t for t in CACHED)),
-        # two vectors a full page
-        (Quest(page_size=5), mean(t // 5 / t for t in CACHED)),
-        (H2O(dense_layers=2), 0),
     ],
     ids=lambda value: getattr(value, "title", None),
 )
 def test_what_is_read_of_an_index_by_hand(method, tokens, monkeypatch):
-    """So many tokens' score for each token, in two of four layers; a coded index lies coded on the device."""
+    """So many tokens' score for each token, in two of four layers; a coded index lies coded on the device. Other
+    methods are in test_counters.py."""
     dtypes, scores = set(), PartialKeysState.scores
 
     def noting(state, layer, rows):

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from harness.replay.setup import codec_of
 from harness.run.compose import load
 from methods.codecs.base import FLOAT_DTYPES, hadamard
-from methods.codecs.blockgtq import BlockGtqCodec, allocated, layout_of, pack_widths, unpack_widths
+from methods.codecs.blockgtq import BlockGtqCodec, allocated, pack_widths, unpack_widths
 from methods.codecs.ggml import GGML_BITS, GgmlCodec
 from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.split import SplitCodec
-from methods.codecs.turbo import TurboCodec, lloyd_max
+from methods.codecs.turbo import lloyd_max
 from tests.cases import CASES
 from tests.living import Crossed, attached_with_link, force, open_live
 
@@ -169,17 +169,6 @@ def test_the_next_bit_goes_to_the_largest_gain(mean_bits, pairs, seed):
     assert np.array_equal(found.numpy(), expected) and (found.sum(-1) == mean_bits * pairs).all()
 
 
-def test_equal_energies_get_equal_bits_as_under_turboquant():
-    """All pairs of one width are one direction, coded as a whole row is; the rotation is of other channels' order."""
-    x = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0))
-    squares = x.square().unflatten(-1, (2, -1)).sum(-2).sum(1)
-    even = x / squares.sqrt().repeat(1, 2).unsqueeze(1)
-    assert (allocated(even.square().unflatten(-1, (2, -1)).sum((-3, -2)), 3, 6) == 3).all()
-    ours, theirs = BlockGtqCodec("gtq3", 64).roundtrip(even), TurboCodec("turbo3").roundtrip(even)
-    errors = [float((back - even).square().mean()) for back in (ours, theirs)]
-    assert errors[0] == pytest.approx(errors[1], rel=0.1)
-
-
 def test_blockgtq_follows_its_definition():
     """One tile, a width at a time: gather its channels, rotate them, nearest centroids of the direction, the length."""
     scale = torch.tensor([20.0, 7, 3, 1.5, 1, 0.7, 0.5, 0.3, 0.2]).repeat(2)
@@ -220,9 +209,3 @@ def test_codes_of_several_widths_are_packed_one_behind_the_other(widths, seed):
     assert packed.shape == (1, 3, num_bytes) and torch.equal(unpack_widths(packed, width), codes)
     bits = "".join(format(int(code), f"0{bits}b")[::-1] for code, bits in zip(codes[0, 0], width[0], strict=True))
     assert "".join(format(int(byte), "08b")[::-1] for byte in packed[0, 0]).startswith(bits)
-
-
-def test_a_layout_holds_every_channel_once():
-    layout = layout_of(torch.tensor([[3, 1, 3, 2]]))
-    assert layout.channel.tolist() == [[1, 5, 3, 7, 0, 4, 2, 6]] and layout.width.tolist() == [[1, 1, 2, 2, 3, 3, 3, 3]]
-    assert layout.begin.tolist() == [[0, 0, 2, 2, 4, 4, 4, 4]] and layout.size.tolist() == [[2, 2, 2, 2, 4, 4, 4, 4]]

@@ -22,8 +22,6 @@ from methods.codecs.nvfp4 import Nvfp4Codec
 from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec, codec_at, without_keys
 from methods.codecs.turbo import TurboCodec
 from methods.full import Full
-from methods.h2o import H2O
-from methods.infinigen import InfiniGen
 from methods.shadowkv import ShadowKV
 from tests.cases import Case
 from tests.living import PROMPTS, Crossed, attached_with_link, force, live, open_live, replay, tiny, token_batch
@@ -66,36 +64,6 @@ def test_rotation_groups_and_the_last_tokens_are_those_of_integer_layers():
     )
     assert codec_at(codec, 4) == SplitCodec(ChannelCodec("int8", 64, "hadamard"), TurboCodec("turbo4"), 64)
     assert codec.residual == 64
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        Full(dense_layers=2),
-        H2O(heavy_frac=0.2, recent_frac=0.1, dense_layers=2),
-        InfiniGen(budget=0.4),
-    ],
-)
-@pytest.mark.parametrize(
-    "codec", [IntegerCodec("int4"), SplitCodec(IntegerCodec("int8"), IntegerCodec("int2"))], ids=["one", "split"]
-)
-def test_one_codec_for_all_named_layers_is_that_codec_bit_for_bit(method, codec):
-    ways = {
-        "named": LayerCodecs(IntegerCodec("int1"), (NamedLayers(0, None, codec),)),
-        "in parts": LayerCodecs(IntegerCodec("int1"), (NamedLayers(2, 2, codec), NamedLayers(3, 3, codec))),
-        "others": LayerCodecs(codec, (NamedLayers(0, 1, IntegerCodec("int1")),)),  # dense layers
-    }
-    with attached_with_link("gqa") as (attached, link):
-        for run in (
-            lambda case: replay(attached, case, PADDED),
-            lambda case: live(attached, case, PADDED),
-            lambda case: live(attached, case, PADDED, placement="host", link=link),
-        ):
-            expected = run(Case(method, codec))
-            for name, way in ways.items():
-                got = run(Case(method, way))
-                assert torch.equal(got.logits, expected.logits), name
-                assert got[1:] == expected[1:], name
 
 
 def test_each_layer_reads_back_by_its_own_codec_and_dense_ones_as_they_were():
@@ -154,16 +122,6 @@ def test_the_artifacts_size_takes_the_mean_bits_of_the_coded_layers():
     assert session.reads.constants.code_bits == pytest.approx((8 + 4 + (4 + 16) / 2) / 3)
 
 
-def test_the_two_shared_buffers_hold_the_rows_of_the_widest_layer():
-    """Layers of 40, 24 and 48 bytes a row take turns in them."""
-    with attached_with_link("gqa") as (attached, link):
-        case = Case(Full(dense_layers=0), MIXED)
-        with closing(open_live(attached, case, placement="host", link=link)) as session:
-            force(session, (24,), 10)
-            (share,) = session.shares.values()
-            assert [buffer.nbytes for buffer in share.buffers] == [2 * (34 + 1) * 48] * 2
-
-
 def test_a_cache_of_values_alone_keeps_each_layers_codec_of_values():
     codec = without_keys(MIXED)
     assert [codec_at(codec, layer).values for layer in range(4)] == [
@@ -191,18 +149,3 @@ def test_a_layer_that_the_model_does_not_have_is_refused_in_one_line(capsys, tmp
     assert main(given) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if "codec_layers" in line]
     assert len(said) == 1 and "codec_layers=[30:int8]: the model has layers 0 to 29 that see every token" in said[0]
-
-
-def test_bits_before_a_layer_do_not_move_those_behind_it():
-    """A layer's rows depend on its own codec and on the layers in front of it."""
-    ids, real = token_batch((24,), 6)
-    stores = []
-    for codec in (MIXED, LayerCodecs(MIXED.others, MIXED.named[:1])):  # without that of the last layer
-        case = Case(Full(dense_layers=0), codec)
-        with attached_with_link("gqa") as (attached, _), closing(open_live(attached, case, 6)) as session:
-            session.prefill(ids[:, :24], real[:, :24])
-            for column in range(24, 30):
-                session.decode_step(ids[:, column])
-            stores.append([store.slots.clone() for store in session.stores])
-    for layer, (one, other) in enumerate(zip(*stores, strict=True)):
-        assert (one.shape == other.shape and torch.equal(one, other)) == (layer < 3)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from harness.model.attach import attach
-from harness.model.calibration import calibrate
 from harness.model.prompts import PromptPass
 from harness.replay import decode_pass as passes
 from methods.base import Geometry, Lengths, TokenCounts
@@ -19,7 +18,7 @@ from methods.kascade import Kascade, best_anchors
 from tests.cases import Case
 from tests.living import attached_with_link, calibration_of, force, open_live, setup_of, tiny
 from tests.reference import softmax
-from tests.replaying import LENGTH, PROMPT, run, token_ids, watched
+from tests.replaying import LENGTH, PROMPT, calibrated, run, token_ids, watched
 
 REPLAYING = (PromptPass, passes.DecodePass)
 METHODS = {
@@ -68,16 +67,9 @@ def test_layers_read_what_their_anchors_heads_chose(name, model):
 
 
 def test_heads_are_compared_by_the_attention_on_each_others_best_tokens():
-    text = torch.randint(3, 256, (50,), generator=torch.Generator().manual_seed(1)).tolist()
-    seen, measure = [], Kascade.calibrate
-
-    def note(method, query, key, geometry, earlier):
-        seen.append((query.double().numpy(), key.double().numpy()))
-        return measure(method, query, key, geometry, earlier)
-
-    with pytest.MonkeyPatch.context() as patch, attach(tiny("gqa")) as attached:
-        patch.setattr(Kascade, "calibrate", note)
-        found, geometry = calibrate(attached, Kascade(), text), attached.geometry
+    with attach(tiny("gqa")) as attached:
+        found, seen = calibrated(attached, Kascade(), token_ids(50, 1))
+        geometry = attached.geometry
     weights = np.zeros((len(seen), geometry.num_kv_heads, 25, 50))  # of the second half's rows
     for layer, (query, key) in enumerate(seen):
         for head, own in enumerate(query):

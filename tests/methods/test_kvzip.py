@@ -13,10 +13,9 @@ from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.output_projection import output_factor
 from harness.model.prompts import PromptPass
-from harness.model.tiny import tiny_ids, tiny_model
+from harness.model.tiny import tiny_ids
 from harness.replay.setup import tokenized
 from methods.base import Geometry, Lengths, TokenCounts
-from methods.extras import Repetition
 from methods.kvzip import KVzip
 from tests.cases import ASKED, Case
 from tests.living import tiny
@@ -135,16 +134,6 @@ def test_where_all_layers_share_a_budget_heads_keep_unequal_numbers():
     assert len({len(tokens) for tokens in kept.values()}) > 1
 
 
-def test_repetitions_by_hand():
-    method = KVzip(num_sinks=2, chunk_size=10, instruction=(91, 92), continuation=(93,), suffix=(94,))
-    assert method.repetitions(25) == [
-        Repetition([(91, 92), (94,), slice(2, 12)], slice(2, 12)),
-        Repetition([(93,), slice(4, 12), (94,), slice(12, 22)], slice(12, 22)),
-        Repetition([(93,), slice(14, 22), (94,), slice(22, 25)], slice(22, 25)),
-    ]
-    assert method.repetitions(2) == []
-
-
 def test_sizes_by_hand():
     """A head may keep the whole prompt, since all share one budget; a quarter of it is read in the mean."""
     row = TokenCounts(cached=110, prompt=100, final=120)
@@ -168,13 +157,6 @@ def test_the_output_projections_factor_gives_the_length_of_what_a_value_adds(fam
         columns = slice(head * layer.value_dim, (head + 1) * layer.value_dim)
         added = output.weight[:, columns] @ own
         assert float((factor[head] @ own).norm()) == pytest.approx(float(added.norm()), rel=1e-4)
-
-
-def test_a_layer_with_an_output_gate_is_refused_where_its_projection_is_needed():
-    shape = {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"] * 4, "num_experts": 0}
-    refused = pytest.raises(UserError, match=r"'qwen3_next' is not supported: .* such as a gate, of which this method")
-    with attach(tiny_model("qwen3_next", **shape)) as attached, refused:
-        output_factor(attached.decoder, attached.layers[0])
 
 
 def test_instructions_are_tokenized_with_the_models_tokenizer_or_given_as_ids():

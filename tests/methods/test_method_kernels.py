@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,21 +103,21 @@ SPECIAL = (math.inf, 3e38, 1e-40, 0.0, -0.0, -1e-40, -2.0, -torch.finfo(torch.fl
 """Forced tokens, numbers below the normal ones, both zeros, what is hidden."""
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("by", ["kernel", "partition", "sort"])
 @settings(QUICK, max_examples=12)
-@given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 3), st.integers(1, len(SPECIAL)))
-def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by_kernel, seed, slots, rows, kinds):
+@given(st.integers(0, 2**31), st.integers(1, 24), st.integers(1, 3), st.integers(1, len(SPECIAL)))
+def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by, seed, slots, rows, kinds):
     """Of two sequences, whose counts differ."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.tensor(SPECIAL)[torch.randperm(len(SPECIAL), generator=generator)[:kinds]]
     values = drawn[torch.randint(0, kinds, (2, 2, rows, slots), generator=generator)]
     count = torch.randint(0, slots + 3, (2, rows), generator=generator)
-    if by_kernel:
+    if by == "kernel":
         with compiled(16):
             spread = values.to(DEVICE).repeat_interleave(2, -1)[..., ::2]  # no piece of memory
             mask = largest(spread, count.to(DEVICE))
-    else:
-        mask = largest(values, count)
+    else:  # doubles are sorted, as numbers that numpy does not partition
+        mask = largest(values.double() if by == "sort" else values, count)
     for sequence, head, row in itertools.product(range(2), range(2), range(rows)):
         own = values[sequence, head, row].tolist()
         ranked = sorted((slot for slot in range(slots) if own[slot] > -math.inf), key=lambda slot: -own[slot])
@@ -391,6 +392,7 @@ def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, s
 )
 def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypatch):
     case = CASES[name] if name in CASES else shipped(name)
+    case = case._replace(method=replace(case.method, dense_layers=2))  # of three layers
     served, kernel = [], getattr(kernels, function)
     monkeypatch.setattr(kernels, function, lambda *args, **named: served.append(1) or kernel(*args, **named))
     with attached_with_link("few") as (attached, link):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -20,10 +19,10 @@ from methods.defensivekv import DefensiveKV
 from methods.prompt_evicting import PromptEvicting
 from tests.cases import Case
 from tests.living import tiny
-from tests.methods.test_kvzip import attention_of, prompts, states_of
-from tests.methods.test_rules import rope
+from tests.methods.test_kvzip import attention_of
+from tests.methods.test_rules import BATCH, Sequence, replayed, rope, shared_counts, snapkv
 from tests.reference import softmax
-from tests.replaying import PROMPT, open_session, pad
+from tests.replaying import PROMPT, open_session, token_ids
 
 METHODS = {
     "critical": CriticalKV(budget=0.7, window=3, kernel=3),
@@ -42,14 +41,13 @@ METHODS = {
 
 
 class Prompt:
-    """One layer of one sequence in float64: query [heads, tokens, head_dim], key and value of the KV heads, and what
-    each query head's part of the output projection makes of a value: matrix [heads, head_dim, hidden]."""
+    """The prompt of one sequence in one layer: query [heads, tokens, head_dim], scaled, key and value of the KV heads,
+    and what each query head's part of the output projection makes of a value: matrix [heads, head_dim, hidden]."""
 
-    def __init__(self, geometry: Geometry, states: list[torch.Tensor], weight: torch.Tensor) -> None:
-        self.geometry = geometry
-        self.query, self.key, self.value = (part.numpy() for part in states)
-        self.matrix = weight.double().T.unflatten(0, (geometry.num_heads, -1)).numpy()
-        self.length = self.key.shape[1]
+    def __init__(self, geometry: Geometry, sequence: Sequence, length: int, weight: torch.Tensor) -> None:
+        self.geometry, self.sequence, self.length = geometry, sequence, length
+        self.query, self.key, self.value = (part[:, :length] for part in sequence[:3])
+        self.matrix = weight.detach().double().T.unflatten(0, (geometry.num_heads, -1)).numpy()
         self.kv_heads = range(geometry.num_kv_heads)
 
     def group(self, kv: int) -> range:
@@ -59,25 +57,12 @@ class Prompt:
         """Of a row to all tokens, 0 for those behind it."""
         keys = self.key[head // self.geometry.group, : row + 1]
         probs = np.zeros(self.length)
-        probs[: row + 1] = softmax(keys @ self.query[head, row] * self.geometry.scale)
+        probs[: row + 1] = softmax(keys @ self.query[head, row])
         return probs
 
     def norms(self, kv: int) -> np.ndarray:
         """|W_O v|_1 of each token, mean over the group."""
         return np.mean([np.abs(self.value[kv] @ self.matrix[head]).sum(1) for head in self.group(kv)], 0)
-
-
-def around(numbers: np.ndarray, token: int, width: int) -> np.ndarray:
-    return numbers[max(0, token - width // 2) : token + width // 2 + 1]
-
-
-def shared_counts(score: list[np.ndarray], tokens: range, share: int) -> list[int]:
-    """Ada-KV: four fifths of a head's places by the layer's best tokens, a fifth for certain."""
-    pairs = sorted((-score[kv][token], kv) for kv in range(len(score)) for token in tokens)
-    wins = [sum(kv == head for _, head in pairs[: share * len(score)]) for kv in range(len(score))]
-    blend = [Fraction(4, 5) * won + Fraction(share, 5) for won in wins]
-    until = [math.floor(sum(blend[:count], Fraction())) for count in range(len(score) + 1)]
-    return [after - before for before, after in zip(until, until[1:], strict=False)]
 
 
 def best(score: np.ndarray, second: np.ndarray, tokens, count: int) -> list[int]:
@@ -86,14 +71,8 @@ def best(score: np.ndarray, second: np.ndarray, tokens, count: int) -> list[int]
 
 def critical(method: CriticalKV, prompt: Prompt, tokens: range, share: int) -> list[set[int]]:
     before = prompt.length - method.window
-    smoothed, plain = [], []
-    for kv in prompt.kv_heads:
-        rows = [prompt.attention(head, row) for head in prompt.group(kv) for row in range(before, prompt.length)]
-        mean = np.mean(rows, 0)[:before]
-        wide = [around(mean, token, method.kernel) for token in range(before)]
-        pooled = [part.max() if method.pooling == "max" else part.sum() / method.kernel for part in wide]
-        smoothed.append(np.array(pooled))
-        plain.append(mean)
+    sums = snapkv(method, prompt.geometry, prompt.sequence, prompt.length)
+    smoothed, plain = (each[:, :before] / (prompt.geometry.group * method.window) for each in sums)
     counts = [share] * len(smoothed)
     if method.heads == "adaptive":
         counts = shared_counts(smoothed, tokens, share)
@@ -119,7 +98,7 @@ def defensive(method: DefensiveKV, prompt: Prompt, tokens: range, share: int) ->
     for kv in prompt.kv_heads:
         risk = np.zeros(before)
         for row in rows[kv]:
-            wide = np.array([around(row, token, method.kernel).sum() / method.kernel for token in range(before)])
+            wide = np.convolve(row, np.ones(method.kernel) / method.kernel, "same")
             risk = np.maximum(risk, wide * row.sum() / wide.sum())
         risk = np.maximum(risk, risk.mean())
         of_head = risk * (prompt.norms(kv) / total_norm)[:before]
@@ -182,57 +161,30 @@ def plain_kept(method: PromptEvicting, prompt: Prompt) -> list[set[int]]:
 @pytest.mark.parametrize("name", METHODS)
 def test_what_stays_is_the_plain_rules_for_each_sequence_of_a_padded_batch(name, family):
     method, model = METHODS[name], tiny(family)
-    with attach(model) as attached:
-        geometry = attached.geometry
-        session = open_session(attached, Case(method), [len(ids) + 1 for ids in prompts()], PROMPT + 1)
-        session.prefill(*pad(prompts(), left=True))
-        (state,) = session.states.values()
-        alone = [states_of(attached, ids)[0] for ids in prompts()]
+    geometry, found = replayed(model, Case(method))
     uneven = False
-    for at, layers in enumerate(alone):
-        for layer in range(method.dense_layers, geometry.num_layers):
-            module = attention_of(model, layer)
-            output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
-            prompt = Prompt(geometry, layers[layer], output.weight.detach())
-            kept = plain_kept(method, prompt)
-            for kv, wanted in enumerate(kept):
-                held = state.tokens[layer][at, kv].tolist()
-                assert {token for token in held if 0 <= token < prompt.length} == wanted, (at, layer, kv)
+    for layer, sequences in found.items():
+        module = attention_of(model, layer)
+        output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
+        for (prompt, length), sequence in zip(BATCH, sequences, strict=True):
+            kept = plain_kept(method, Prompt(geometry, sequence, prompt, output.weight))
+            rows = range(prompt, length)
+            assert sequence.read == [[tokens | {*range(prompt, t)} for t in rows] for tokens in kept], (layer, prompt)
             uneven |= len({len(tokens) for tokens in kept}) > 1
+            for t, num_read in zip(rows, sequence.num_read, strict=True):
+                at = TokenCounts(t, prompt, length)
+                assert method.tokens_read(at, layer) == num_read
+                assert max(map(len, kept)) + t - prompt <= method.tokens_kept(at, layer)
     assert uneven == (method.heads == "adaptive"), "heads that share a budget keep unequal numbers"
 
 
-def test_the_second_half_and_the_largest_of_rows_change_what_stays():
-    """Else the test above could not tell the rules from SnapKV's, or one setting from another."""
-    model, kept = tiny("gqa"), {}
-    first = METHODS["critical"]
-    with attach(model) as attached:
-        geometry, states = attached.geometry, states_of(attached, prompts()[0])[0]
-    layers = [
-        Prompt(geometry, of_layer, attention_of(model, layer).o_proj.weight.detach())
-        for layer, of_layer in enumerate(states)
-    ]
-    largest = METHODS["defensive-uniform"]
-    others = (replace(first, first_share=1.0), replace(first, first_share=0.0), replace(largest, first_mass=0.0))
-    for method in (first, largest, *others):
-        kept[repr(method)] = str([plain_kept(method, prompt) for prompt in layers])
-    assert len(set(kept.values())) == len(kept)
-
-
-def test_sizes_by_hand():
+def test_the_most_that_a_head_keeps_by_hand():
     row = TokenCounts(cached=110, prompt=100, final=120)
-    critical = CriticalKV(budget=0.5)
-    assert critical.tokens_read(row, 2) == critical.tokens_kept(row, 2) == 50 + 10
-    shared = replace(critical, heads="adaptive")  # 18 compete for a place: a fifth of 18 and four fifths of all 68
-    assert (
-        shared.tokens_read(row, 2) == 50 + 10 and shared.tokens_kept(row, 2) == 32 + math.ceil((18 + 4 * 68) / 5) + 10
-    )
-    defensive = DefensiveKV(budget=0.5)  # a head may keep the whole prompt
-    assert defensive.tokens_read(row, 2) == 50 + 10 and defensive.tokens_kept(row, 2) == 100 + 10
-    assert replace(defensive, heads="uniform").tokens_kept(row, 2) == 50 + 10
-    assert CapKV(kept_tokens=7).tokens_read(row, 2) == CapKV(kept_tokens=7).tokens_kept(row, 2) == 7 + 10
-    for method in (critical, defensive, CapKV()):
-        assert method.with_budget(0.4).tokens_read(row, 2) == 40 + 10
+    uniform, defensive = CriticalKV(budget=0.5), DefensiveKV(budget=0.5)
+    assert uniform.tokens_kept(row, 2) == replace(defensive, heads="uniform").tokens_kept(row, 2) == 50 + 10
+    shared = replace(uniform, heads="adaptive")  # 18 compete for a place: a fifth of 18 and four fifths of all 68
+    assert shared.tokens_kept(row, 2) == 32 + math.ceil((18 + 4 * 68) / 5) + 10
+    assert defensive.tokens_kept(row, 2) == 100 + 10, "a head may keep the whole prompt"
 
 
 def test_shared_budgets_have_names_of_their_own():
@@ -246,6 +198,6 @@ def test_a_model_whose_output_projection_is_not_known_is_refused_in_one_line():
     with attach(tiny_model("qwen3_next", **shape)) as attached:
         session = open_session(attached, Case(method), [PROMPT + 1], PROMPT + 1)
         with pytest.raises(UserError, match="'qwen3_next' is not supported: .* such as a gate, of which this method"):
-            session.prefill(*pad(prompts()[:1], left=True))
+            session.prefill(torch.tensor([token_ids(PROMPT)]), torch.ones(1, PROMPT, dtype=torch.bool))
     with pytest.raises(ValueError, match="the output projections are not known without the model's weights"):
         Geometry(4, 4, 2, 16, 0.25, "llama").output_matrix(0)

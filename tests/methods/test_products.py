@@ -1,11 +1,17 @@
-"""Scores of half precision queries and keys: what their own values say, not what a product's rounding makes of it."""
+"""Scores of half precision queries and keys, which are what their own values say, not what a product's rounding makes
+of it; scores on coded keys, which are products with the decoded ones."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from harness.model import attention
-from methods.attention import attention_scores
+from methods import coded_keys
+from methods.attention import MANY_ROWS, attention_scores
 from methods.base import Geometry, Lengths, PromptRows, QueryRows
+from methods.codecs.integers import IntegerCodec
+from methods.coded_keys import coded_scores, room_for_keys
 from methods.infinigen import InfiniGen
 from methods.quest import Quest
 from methods.sparq import SparQ
@@ -86,3 +92,33 @@ def test_attention_that_reads_ahead_is_the_fused_one(monkeypatch, read_ahead_byt
     expected = torch.nn.functional.scaled_dot_product_attention(stacked, keys, values, mask, scale=SCALE)
     found = attention.row_attention(query, keys, values, SCALE, mask)
     torch.testing.assert_close(found, expected.unsqueeze(3))
+
+
+# Coded keys
+
+SLOTS = 23
+
+
+@settings(max_examples=60)
+@given(
+    bits=st.sampled_from([1, 2, 4, 8]),
+    columns=st.sampled_from([1, 7, 32, 64, 65, 130]),
+    rows=st.sampled_from([1, 3, MANY_ROWS]),
+    block_bytes=st.sampled_from([1, 2**14, 2**20]),
+    seed=st.integers(0, 2**31),
+)
+def test_scores_are_products_with_the_decoded_keys(bits, columns, rows, block_bytes, seed):
+    generator, codec = torch.Generator().manual_seed(seed), IntegerCodec(f"int{bits}")
+    packed = codec.encode(torch.randn(2, 3, SLOTS, columns, generator=generator) + 3)
+    query = torch.randn(2, 3, rows, columns, generator=generator)
+    expected = query.double() @ codec.decode(packed, columns, torch.float64).mT
+    keys = room_for_keys(packed[:, :, :1], SLOTS + 2)
+    keys[:, :, :SLOTS] = packed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coded_keys, "BLOCK_BYTES", block_bytes)
+        for laid_out in (keys[:, :, :SLOTS], packed):
+            got = coded_scores(query, laid_out, codec)
+            torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1e-5)
+            halves = coded_scores(query.bfloat16(), laid_out, codec)
+            rounded = query.bfloat16().double() @ codec.decode(packed, columns, torch.float64).mT
+            torch.testing.assert_close(halves.double(), rounded, atol=1e-4, rtol=1e-5)

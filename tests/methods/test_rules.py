@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from harness.model.attach import attach
-from harness.model.calibration import calibrate
 from harness.model.prompts import PromptPass
 from harness.replay import decode_pass as passes
 from methods.base import Geometry, TokenCounts
@@ -46,7 +45,7 @@ from tests import reference as plain
 from tests.cases import Case, preset
 from tests.living import calibration, tiny
 from tests.reference import softmax
-from tests.replaying import LENGTH, PROMPT, run, token_ids, watched
+from tests.replaying import LENGTH, PROMPT, calibrated, run, token_ids, watched
 
 BATCH = ((PROMPT, LENGTH), (11, 40), (14, 33))
 """(prompt, length) of the sequences of a padded batch."""
@@ -560,6 +559,15 @@ def pyramid_shares(mean: int, competing: int, num_layers: int) -> list[int]:
     return [after - before for before, after in zip(until, until[1:], strict=False)]
 
 
+def shared_counts(score, tokens: range, share: int) -> list[int]:
+    """Ada-KV: four fifths of a head's places by the layer's best tokens, a fifth for certain."""
+    pairs = sorted((-score[head][token], head) for head in range(len(score)) for token in tokens)
+    wins = [sum(head == h for _, head in pairs[: share * len(score)]) for h in range(len(score))]
+    blend = [Fraction(4, 5) * won + Fraction(share, 5) for won in wins]
+    until = [math.floor(sum(blend[:count], Fraction())) for count in range(len(score) + 1)]
+    return [after - before for before, after in zip(until, until[1:], strict=False)]
+
+
 def snapkv(method: SnapKV, geometry: Geometry, sequence: Sequence, prompt: int) -> tuple[np.ndarray, np.ndarray]:
     score = np.zeros((geometry.num_kv_heads, prompt))
     before, half = max(0, prompt - method.window), method.kernel // 2
@@ -610,11 +618,7 @@ def once(score_of):
             share = pyramid_shares(share, len(tokens), selecting)[layer - method.dense_layers]
         shares = [share] * len(score)
         if method.heads == "adaptive":
-            pairs = sorted((-score[head, token], head) for head in range(len(score)) for token in tokens)
-            wins = [sum(head == h for _, head in pairs[: share * len(score)]) for h in range(len(score))]
-            blend = [Fraction(4, 5) * won + Fraction(share, 5) for won in wins]
-            until = [math.floor(sum(blend[:count], Fraction())) for count in range(len(score) + 1)]
-            shares = [after - before for before, after in zip(until, until[1:], strict=False)]
+            shares = shared_counts(score, tokens, share)
         read = []
         for row, second, count in zip(score, of_equals, shares, strict=True):
             stays = sorted(tokens, key=lambda token: (-row[token], -second[token], -token))[:count]
@@ -821,6 +825,7 @@ RULES = {
     "vattention": VAttention(epsilon=0.4, delta=0.2, num_sinks=2, fixed_frac=0.2, recent_frac=0.3),
     "vattention-cap": VAttention(num_sinks=1, seed=7, dense_layers=0).with_budget(0.4),
     "vattention-capped": VAttention(budget=0.5, num_sinks=0, base_frac=0.2, index_bits=None),
+    "vattention-whole": VAttention(epsilon=0.0, budget=0.5, num_sinks=1, fixed_frac=0.2),
     "vattention-true": VAttention(epsilon=0.3, delta=0.3, num_sinks=1, when="true_scores"),
 }
 OPT = ("balanced", "expected", "shadowkv", "duo", "both")
@@ -900,20 +905,12 @@ def test_a_sampled_token_counts_as_many_times_as_it_was_unlikely_to_be_drawn(nam
     assert max(sizes) > 2
 
 
-@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_gqa"])
-def test_duos_gates_are_early_attention_at_the_mean(fixture, request, monkeypatch):
-    text = torch.randint(3, 256, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-    seen = []
-    measure = DuoAttention.calibrate
-
-    def note(method, query, key, geometry, earlier):
-        seen.append((query.double().numpy(), key.double().numpy()))
-        return measure(method, query, key, geometry, earlier)
-
-    monkeypatch.setattr(DuoAttention, "calibrate", note)
-    with attach(request.getfixturevalue(fixture)) as attached:
-        gates, geometry = calibrate(attached, DuoAttention(), text)["gates"], attached.geometry
-    assert gates.shape == (geometry.num_layers, geometry.num_kv_heads) and len(seen) == geometry.num_layers
+@pytest.mark.parametrize("model", ["llama", "gqa"])
+def test_duos_gates_are_early_attention_at_the_mean(model):
+    with attach(tiny(model)) as attached:
+        measured, seen = calibrated(attached, DuoAttention(), token_ids(40, 3))
+        gates, geometry = measured["gates"], attached.geometry
+    assert gates.shape == (geometry.num_layers, geometry.num_kv_heads)
     for layer, states in enumerate(seen):
         queries, keys = (
             [np.mean([rope(geometry, row, -t) for t, row in enumerate(head)], 0) for head in heads] for heads in states

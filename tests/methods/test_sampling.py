@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from methods.base import EMPTY, Geometry, QueryRows
-from methods.infinigen2 import InfiniGen2Sampled, coded_distances, decoded_distances
+from methods.infinigen2 import coded_distances, decoded_distances
 from methods.oracle import Oracle, OracleSampled
 from methods.sampling import lasting_numbers, sampled
 
@@ -159,33 +158,6 @@ def test_a_selection_samples_by_the_sum_of_probabilities(far):
             wanted[[slots[token] for token in times]] = torch.tensor([*times.values()]).log()
             bias = got.bias[0, head, 0, row]
             torch.testing.assert_close(bias, wanted, rtol=0, atol=1e-4)
-
-
-def test_a_sampled_rest_is_nearer_to_all_attention_than_a_dropped_one():
-    """Outputs of flat scores, of which the best tenth has little; values grow with the scores."""
-    generator = torch.Generator().manual_seed(9)
-    num_rows, slots = 40, 400
-    of_tokens = torch.randn(slots, generator=generator)
-    scores = of_tokens + 0.3 * torch.randn(1, 1, HEADS, num_rows, slots, generator=generator)
-    values = of_tokens[:, None] + torch.randn(slots, 8, generator=generator)
-    methods = {
-        "dropped": Oracle(budget=0.1, alpha=math.inf, group="sum_probs"),
-        "sampled": OracleSampled(budget=0.1),
-    }
-    errors = {}
-    for rest, method in methods.items():
-        found = chosen(method, scores, [slots] * num_rows, in_order(slots))
-        read = scores if found.bias is None else scores + found.bias
-        output = read.masked_fill(~found.mask.unsqueeze(2), -math.inf).softmax(-1) @ values
-        errors[rest] = float((output - scores.softmax(-1) @ values).norm())
-    assert errors["sampled"] < 0.6 * errors["dropped"]
-
-
-def test_a_sample_has_no_settings_of_other_selections():
-    with pytest.raises(ValueError, match=r"method\.seed=-1"):
-        InfiniGen2Sampled(seed=-1)
-    names = {field.name for field in fields(InfiniGen2Sampled)}
-    assert not names & {"alpha", "group", "num_sinks", "recent_frac"}
 
 
 def test_nothing_is_biased_where_a_row_sees_no_token():

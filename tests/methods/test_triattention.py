@@ -15,7 +15,7 @@ from harness.model.tiny import tiny_model
 from methods.base import Lengths
 from methods.triattention import TriAttention, magnitude, planes, turned
 from tests.conftest import tiny
-from tests.replaying import token_ids
+from tests.replaying import calibrated, token_ids
 
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MODELS = {
@@ -50,20 +50,12 @@ def test_planes_turn_a_head_as_the_model_does(family):
 
 
 def test_centres_and_spreads_are_means_of_complex_queries_without_positions():
-    text = token_ids(40, seed=3)
-    seen = []
-
-    class Noting(TriAttention):
-        def calibrate(self, query, key, geometry, earlier):
-            seen.append(query.double().numpy())
-            return super().calibrate(query, key, geometry, earlier)
-
     with attach(tiny("gqa")) as attached:
-        found, geometry = calibrate(attached, Noting(), text), attached.geometry
+        found, seen = calibrated(attached, TriAttention(), token_ids(40, seed=3))
+        geometry = attached.geometry
     half = geometry.head_dim // 2
     angle = 10000 ** -(np.arange(half) / half)
-    assert len(seen) == geometry.num_layers
-    for layer, queries in enumerate(seen):
+    for layer, (queries, _) in enumerate(seen):
         for head, rows in enumerate(queries):
             turned_back = [(row[:half] + 1j * row[half:]) * np.exp(-1j * angle * t) for t, row in enumerate(rows)]
             mean, size = np.mean(turned_back, 0), np.mean(np.abs(turned_back), 0)
@@ -71,28 +63,6 @@ def test_centres_and_spreads_are_means_of_complex_queries_without_positions():
             assert np.allclose(centre, [*mean.real, *mean.imag], atol=1e-5)
             assert np.allclose(spread, [*(size - np.abs(mean)), *[0] * half], atol=1e-5)
         assert torch.allclose(found["turn"][layer], torch.tensor([*-angle, *angle]), rtol=1e-6)
-
-
-def test_a_score_is_the_mean_score_that_queries_at_the_centre_would_give():
-    """Without spread: the model's own product of a placed query and a placed key, averaged over the distances."""
-    method = TriAttention(kept_tokens=10, offset_max_length=8, protect_prompt=False, normalize_scores=False)
-    generator = torch.Generator().manual_seed(1)
-    with attach(tiny("gqa")) as attached:
-        geometry = attached.geometry
-        measured = calibrate(attached, method, token_ids(30))
-        measured["spread"] = torch.zeros_like(measured["spread"])
-        lengths = Lengths(torch.tensor([20]), torch.tensor([40]))
-        state = new_states(attached, method, lengths, measured)[attached.device]
-        bare = torch.randn(1, 2, 20, geometry.head_dim, generator=generator)
-        key = geometry.rotate(bare, torch.arange(20)[None], layer=3)
-        centre = measured["centre"][3].float()[None, :, None]
-        products = []
-        for ahead in (1, 2, 4, 8):
-            query = geometry.rotate(centre, torch.tensor([[20 + ahead]]), layer=3)
-            products.append(query.unflatten(1, (2, -1))[:, :, :, 0] @ key.mT)
-        wanted = torch.stack(products).mean(0)  # [1, num_kv_heads, group, tokens]
-        coming = state._coming(3, lengths.prompt).unflatten(1, (2, -1))
-        assert torch.allclose(coming @ key.mT, wanted, atol=1e-4)
 
 
 def test_a_model_without_rotary_positions_is_refused_in_one_line():

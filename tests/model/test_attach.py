@@ -238,16 +238,6 @@ def test_latents_that_do_not_stand_for_the_keys_are_stored_expanded(monkeypatch)
 # Order of calls, and nothing left behind
 
 
-@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "infinigen-union"])
-def test_only_the_layers_that_select_by_a_predicted_query_have_one(tiny_gqa, name, monkeypatch):
-    method, asked = CASES[name].method, []
-    with attach(tiny_gqa):
-        original = Attached.early_query  # the check of a model at its first use asks for each layer's
-    monkeypatch.setattr(Attached, "early_query", lambda *a: (asked.append(a[1]), original(*a))[1])
-    run_one(tiny_gqa, CASES[name])
-    assert asked == (list(range(method.dense_layers, 4)) if method.when == "previous_layer" else [])
-
-
 def fingerprint(model) -> dict:
     return {
         "config": model.config.to_dict(),

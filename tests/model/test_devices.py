@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -32,12 +31,8 @@ from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.run.compose import load as composed
 from harness.settings.config import ModelConfig
-from methods.base import Selection
-from methods.extras import HandsOn, NeedsInputs
 from methods.full import Full
-from methods.prompt_evicting import PromptEvicting, PromptEvictingState
-from methods.quest import Quest, QuestState
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, FollowingState
 from tests.fake_cuda import CUDA, LIBC10, FakeSlab, Stream, Trace, fake_gpu
 from tests.living import PROMPTS, Crossed, force, live, open_live, replay, tiny
 
@@ -45,59 +40,11 @@ SECOND = torch.device("cuda", 1)
 PADDED = PROMPTS["padded"]
 
 
-@dataclass(frozen=True)
-class Following(Quest):
-    """Every other layer reads what the one before it selected."""
-
-    dense_layers: int = 1
-
-    def when_of(self, layer):
-        return "own_query" if layer % 3 == 1 else "earlier_layer"
-
-
-class FollowingState(HandsOn, QuestState):
-    handed_on = ("chosen",)
-
-    def select(self, layer, rows):
-        assert rows.query.device == self.lengths.final.device
-        if self.method.when_of(layer) == "own_query":
-            found = super().select(layer, rows)
-            self.chosen = {"mask": found.mask, "num_read": found.num_read}
-        return Selection(self.chosen["mask"], self.chosen["num_read"])
-
-
-Following.state = FollowingState
-
-
-class ProjectedState(PromptEvictingState):
-    """Score: what the module's output projection and its input say of a token."""
-
-    def prompt_score(self, layer, query, key, value, rows):
-        module, hidden, _, _ = rows.inputs
-        made = value.repeat_interleave(self.geometry.group, 1).transpose(1, 2).flatten(2) @ module.o_proj.weight.mT
-        return (made + hidden).norm(dim=-1)[:, None].expand(key.shape[:3])
-
-
-@dataclass(frozen=True)
-class Projected(NeedsInputs, PromptEvicting):
-    """Keeps tokens by a rule that uses W_O."""
-
-    budget: float = 0.5
-
-    title = "Projected"
-    state = ProjectedState
-
-
-FOLLOWING, PROJECTED = Case(Following(budget=0.3, page_size=4)), Case(Projected())
 METHODS = (
     "full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "retroinfer", "kvzip", "kivi", "kascade",
     "following", "projected",
 )  # fmt: skip
 PLACED = [*((name, "host") for name in METHODS), ("int4", "device"), ("infinigen", "device")]
-
-
-def case_of(name: str) -> Case:
-    return {"following": FOLLOWING, "projected": PROJECTED}.get(name) or CASES[name]
 
 
 # No operation mixes devices
@@ -135,7 +82,7 @@ def gpus() -> Iterator[Trace]:
 @needs_fakes
 @pytest.mark.parametrize(("name", "placement"), PLACED)
 def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
-    case = case_of(name)
+    case = CASES[name]
     with gpus.prompted(spread_fake(), PADDED) as (attached, measured, ids, real):
         links = {device: CudaLink(device) for device in attached.devices} if placement == "host" else None
         options = {"max_new_tokens": 5, "codec": case.codec, "calibration": measured, "placement": placement}
@@ -152,10 +99,9 @@ def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
 
 
 @needs_fakes
-@pytest.mark.parametrize("name", ["int4", "infinigen", "pool-counter", "shadowkv", "retroinfer", "kvzip", "following",
-                                  "projected"])  # fmt: skip
+@pytest.mark.parametrize("name", ["int4", "infinigen", "kvzip", "following"])
 def test_replay_mixes_no_devices(gpus, monkeypatch, name):
-    asked, case = gpus._value, case_of(name)
+    asked, case = gpus._value, CASES[name]
 
     def value(operation, args):
         """The host may ask for values: what is known, or else zeros and yes."""
@@ -247,7 +193,7 @@ def over_host(attached: Attached, case: Case) -> tuple[Any, list[tuple[int, int]
 
 @pytest.mark.parametrize("name", METHODS)
 def test_numbers_and_bytes_are_those_of_one_device(name):
-    case = case_of(name)
+    case = CASES[name]
     whole, parts = [], []
     for found, model in ((whole, attach(tiny("gqa"))), (parts, split())):
         with model as attached:
@@ -262,7 +208,7 @@ def test_what_layers_share_or_managed_memory_is_refused(monkeypatch):
     monkeypatch.setattr(FollowingState, "handed_on", ())
     with split() as attached:
         with pytest.raises(UserError, match="FollowingState takes selections from earlier layers"):
-            replay(attached, FOLLOWING, PADDED)
+            replay(attached, CASES["following"], PADDED)
         with pytest.raises(UserError, match="placement=managed: the model lies on several devices"):
             open_live(attached, Case(Full()), placement="managed")
 

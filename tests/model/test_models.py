@@ -441,36 +441,28 @@ def frequencies(factor: float = 1.0, original: int | None = None, divisors: list
     return found
 
 
-@pytest.mark.parametrize(
-    ("extra", "tensors", "expected", "scale"),
-    [
-        ({f"{SCALING}type": "linear", f"{SCALING}factor": 4.0}, {}, frequencies(4.0), 1.0),
-        ({f"{SCALING}factor": 4.0}, {}, frequencies(4.0), 1.0),
-        ({"llama.rope.scale_linear": 4.0}, {}, frequencies(4.0), 1.0),
-        ({f"{SCALING}type": "none", f"{SCALING}factor": 4.0}, {}, frequencies(), 1.0),
-        (
-            {f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0, f"{SCALING}original_context_length": 32},
-            {},
-            frequencies(4.0, 32),
-            1 + 0.1 * math.log(4),
-        ),
-        (
-            {f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0, f"{SCALING}attn_factor": 0.5},
-            {},
-            frequencies(4.0, TINY_SHAPE["max_position_embeddings"]),
-            0.5 * (1 + 0.1 * math.log(4)),
-        ),
-        ({}, {"rope_freqs.weight": FREQ_FACTORS}, frequencies(divisors=FREQ_FACTORS), 1.0),
-        (
-            {f"{SCALING}original_context_length": 64, f"{SCALING}attn_factor": 1.25},
-            {"rope_factors_short.weight": FREQ_FACTORS, "rope_factors_long.weight": [9.0] * 8},
-            frequencies(divisors=FREQ_FACTORS),
-            1.25,
-        ),
-    ],
-    ids=["linear", "no type", "old key", "none", "yarn", "yarn of the context", "a divisor each", "longrope"],
-)  # fmt: skip
-def test_the_scaling_of_a_gguf_is_applied(extra, tensors, expected, scale, tmp_path):
+YARN = {f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0}
+SHORT_AND_LONG = {"rope_factors_short.weight": FREQ_FACTORS, "rope_factors_long.weight": [9.0] * 8}
+SCALED = {
+    "linear": ({f"{SCALING}type": "linear", f"{SCALING}factor": 4.0}, {}, frequencies(4.0), 1.0),
+    "no type": ({f"{SCALING}factor": 4.0}, {}, frequencies(4.0), 1.0),
+    "old key": ({"llama.rope.scale_linear": 4.0}, {}, frequencies(4.0), 1.0),
+    "none": ({f"{SCALING}type": "none", f"{SCALING}factor": 4.0}, {}, frequencies(), 1.0),
+    "yarn": (YARN | {f"{SCALING}original_context_length": 32}, {}, frequencies(4.0, 32), 1 + 0.1 * math.log(4)),
+    "yarn of the context": (
+        YARN | {f"{SCALING}attn_factor": 0.5}, {}, frequencies(4.0, 128), 0.5 * (1 + 0.1 * math.log(4)),
+    ),
+    "a divisor each": ({}, {"rope_freqs.weight": FREQ_FACTORS}, frequencies(divisors=FREQ_FACTORS), 1.0),
+    "longrope": (
+        {f"{SCALING}original_context_length": 64, f"{SCALING}attn_factor": 1.25}, SHORT_AND_LONG,
+        frequencies(divisors=FREQ_FACTORS), 1.25,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_the_scaling_of_a_gguf_is_applied(name, tmp_path):
+    extra, tensors, expected, scale = SCALED[name]
     loaded = load_model(configured(write_tiny_gguf(tmp_path / "scaled.gguf", extra, tensors)))
     rope = loaded.model.model.rotary_emb
     assert rope.inv_freq.tolist() == pytest.approx(expected, rel=1e-5)

@@ -15,8 +15,8 @@ from tests.tokens import byte_tokenizer
 
 LENGTHS = "prefill_len=32 seq_len=64 num_windows=2 max_new_tokens=4"
 KINDS = {
-    "perplexity": f"experiment=perplexity method=h2o {LENGTHS}",
-    "generate": "experiment=generate method=full prompt=hello max_new_tokens=4 placement=device",
+    "perplexity": f"experiment=perplexity {LENGTHS}",
+    "generate": "experiment=generate prompt=hello max_new_tokens=4 placement=device",
 }
 SAID = "error: model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
 
@@ -39,7 +39,7 @@ def settings(tmp_path_factory) -> list[str]:
 def test_an_overflow_is_one_line(kind, settings, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(perplexity, "score_rows", lambda *_: pytest.fail("the first window's pass is refused"))
-    assert main([*KINDS[kind].split(), "model.dtype=float16", *settings]) == 2
+    assert main([*KINDS[kind].split(), "method=h2o", "model.dtype=float16", *settings]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == SAID
 
 
@@ -68,12 +68,6 @@ def test_only_float16_is_looked_at_and_no_step(dtype, rows, refused):
             assert bool(hidden.isfinite().all()) == (dtype == "bfloat16")
 
 
-CODED = {
-    "perplexity": f"experiment=perplexity {LENGTHS}",
-    "generate": "experiment=generate prompt=hello max_new_tokens=4 placement=device",
-}
-
-
 @pytest.fixture(scope="module")
 def large_keys(tmp_path_factory):
     """A tiny model whose third layer has a key channel beyond fp16, below 0: integer codecs store a minimum."""
@@ -91,7 +85,7 @@ def test_keys_that_a_codec_cannot_hold_name_codec_and_layer(
 ):
     """Replay blamed the model's weights, and live decoding went on with NaN."""
     monkeypatch.chdir(tmp_path)
-    line = [*CODED[kind].split(), "method=full", *settings[1:], large_keys]
+    line = [*KINDS[kind].split(), "method=full", *settings[1:], large_keys]
     assert main([*line, f"codec={codec}"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert (

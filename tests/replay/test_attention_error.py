@@ -11,16 +11,10 @@ from harness.model.attached import Attached
 from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
 from methods.attention import Softmax
-from methods.codecs.floats import FloatCodec
-from methods.codecs.integers import IntegerCodec
-from methods.codecs.split import SplitCodec
-from methods.full import Full
-from methods.streaming import Streaming
-from methods.vattention import VAttention
 from tests.cases import CASES, Case
 from tests.living import tiny
 from tests.mixed_models import mixed
-from tests.replaying import PROMPT, RAGGED, RAGGED_IDS, open_session, pad, run, run_one, token_ids, watched
+from tests.replaying import PROMPT, RAGGED, RAGGED_IDS, open_session, pad, run, token_ids, watched
 
 NEEDS_PROMPT = 12
 MEASURED = (
@@ -113,22 +107,6 @@ def test_with_sinks_softcaps_latents_and_layers_of_other_kinds(family, name):
     measured, expected = both(mixed(family), CASES[name], with_recall=name == "infinigen")
     np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=2e-5)
     assert expected[2:].any()
-
-
-def test_a_method_that_reads_everything_has_next_to_no_error():
-    everything = [Streaming(budget=1.0), VAttention(epsilon=0.0, budget=1.0, fixed_frac=1.0)]
-    for method in everything:
-        errors = run_one(tiny("gqa"), Case(method), measure_errors=True).errors
-        assert float(errors.max()) < 1e-5
-    exact = run_one(
-        tiny("gqa"), Case(Full(), SplitCodec(FloatCodec("fp32"), FloatCodec("fp32"))), measure_errors=True
-    ).errors
-    assert float(exact.max()) < 1e-5
-    coarse, fine = (
-        run_one(tiny("gqa"), Case(Full(), IntegerCodec(bits)), measure_errors=True).errors[2:]
-        for bits in ("int2", "int8")
-    )
-    assert 0.02 < float(fine.mean()) * 40 < float(coarse.mean()), "more bits, less error"
 
 
 def test_a_fork_begins_to_count_anew_and_blocks_change_nothing():

@@ -30,7 +30,6 @@ from methods.quest import Quest
 from methods.retroinfer import RetroInfer
 from methods.rkv import RKV
 from methods.rocketkv import RocketKV
-from methods.selection import largest
 from methods.shadowkv import ShadowKV
 from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
@@ -119,12 +118,6 @@ def test_replay_is_the_reference(family, name):
     expected = trace(model, name)
     assert expected.margin > WELL_APART, "these ids make a choice that rounding decides"
     assert_close(run_one(model, CASES[name]).logits[0], expected.logits)
-
-
-@pytest.mark.parametrize("fixture", ["tiny_qwen2", "tiny_qwen3", "tiny_mistral", "tiny_phi3", "tiny_gpt_neox"])
-def test_replay_is_the_reference_in_other_families(fixture, request):
-    model = request.getfixturevalue(fixture)
-    assert_close(run_one(model, CASES["infinigen"]).logits[0], trace(model, "infinigen").logits)
 
 
 @every_model
@@ -221,26 +214,6 @@ def test_one_causal_pass_over_all_columns_is_the_rows_alone(tiny_gqa, monkeypatc
     causal = run_one(tiny_gqa, CASES["full"], calls=[9]).logits[0]
     monkeypatch.setattr(passes.DecodePass, "_is_causal", lambda *_: False)
     assert_close(causal, run_one(tiny_gqa, CASES["full"]).logits[0], 1e-5)
-
-
-def test_the_largest_are_the_first_of_a_plain_sort():
-    """Ties, inf of what is always read, -inf of what is hidden, and counts from none to more than there are."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(2, 3, 40, 33, generator=generator).mul_(3).round_()
-    values.masked_fill_(torch.rand(values.shape, generator=generator) < 0.3, -inf)
-    values.masked_fill_(torch.rand(values.shape, generator=generator) < 0.05, inf)
-    values[0, :, :5] = -inf
-    count = torch.randint(0, 36, (2, 40), generator=generator)
-    count[1, 10:30] = 7
-    expected = torch.zeros_like(values, dtype=torch.bool)
-    for sequence, head, row in torch.cartesian_prod(*map(torch.arange, values.shape[:3])).tolist():
-        slots = values[sequence, head, row].sort(descending=True, stable=True).indices
-        best = slots[: int(count[sequence, row])]
-        expected[sequence, head, row, best] = values[sequence, head, row, best] > -inf
-    assert torch.equal(largest(values, count), expected)
-    assert torch.equal(largest(values.double(), count), expected), (
-        "by sorting, as numbers that numpy does not partition"
-    )
 
 
 # Forks
@@ -346,7 +319,7 @@ def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(mon
     for name, expected in alone.items():
         assert torch.equal(replayed(CASES[name], prompts), expected), name
     dense = sum(shape == (2, max(PROMPTS["padded"])) for shape in passes)
-    assert dense == 1
+    assert dense == 2, "once more for the inputs of layers"
     for name in ("kvzip", "kvzip-plus"):  # of another budget, and with other dense layers: what was reread holds
         case = Case(replace(CASES[name].method.with_budget(0.7), dense_layers=1))
         expected = replayed(case, None)
