@@ -155,7 +155,7 @@ def index_of_rest(
     head_dim, tokens = rows.query.shape[-1], rows.slot_positions
     padded, numbers = triton.next_power_of_2(group), triton.next_power_of_2(columns)
     tile = max(16, PRODUCTS * compiled.ELEMENTS // (padded * numbers))
-    tiles = max(1, PART // tile)
+    tiles = max(1, min(PART, slots) // tile)
     parts = triton.cdiv(slots, tile * tiles)
     programs = batch * heads * num_rows * parts
     most = scores.new_empty((programs, group))
