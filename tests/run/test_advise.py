@@ -89,6 +89,16 @@ def test_the_answer_joins_memory_speed_and_the_board(few):
     fastest = min((option for option in options if not option.why_not), key=lambda option: option.tpot_s)
     assert best is fastest
 
+    # One that was asked fewer questions is neither recommended nor the nearest.
+    asked_less = {"num_questions": best.num_questions - 1}
+    options = [
+        replace(option, board=option.board | asked_less) if option.label == best.label else option for option in options
+    ]
+    less = next(option for option in options if option.label == best.label and option.place == best.place)
+    assert less.why_not == f"was asked {best.num_questions - 1} of {best.num_questions} questions"
+    assert not advise.recommendation(options)[0].startswith(f"Recommendation: {best.label}")
+    assert best.label not in advise.recommendation([option for option in options if option.why_not])[-1]
+
 
 def test_what_is_asked_decides(few, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "FEW", FEW[:3])
