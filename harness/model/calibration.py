@@ -67,7 +67,8 @@ def calibrate(attached: Attached, method: Calibrates, ids: Sequence[int]) -> dic
 def cached_calibration(
     attached: Attached, method: Calibrates, ids: Sequence[int], fingerprint: str, cache_dir: Path
 ) -> Calibration:
-    """`calibrate`, or its earlier result for the same weights, dtype, ids, method and settings.
+    """`calibrate`, or its earlier result for the same weights, layers, dtype, ids, method and
+    settings.
 
     It lies in host memory: a state takes to its device what it needs.
     """
@@ -75,7 +76,8 @@ def cached_calibration(
     module = sys.modules[type(method).__module__]
     code = [inspect.getsource(type(method).calibrate), inspect.getsource(module)]
     dtype, name = str(attached.dtype), type(method).__name__
-    identity = FORMAT, fingerprint, dtype, list(ids), name, settings, code
+    num_layers = attached.geometry.num_layers  # in memory there may be fewer than in the files
+    identity = FORMAT, fingerprint, num_layers, dtype, list(ids), name, settings, code
     path = cache_dir / f"{text_sha256(repr(identity))[:32]}.safetensors"
     try:
         return load_file(path)

@@ -15,6 +15,7 @@ from methods.extras import Calibrates
 from methods.full import Full
 from methods.infinigen import InfiniGen
 from tests import reference as plain
+from tests.conftest import tiny
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,8 @@ def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_pat
         assert len(calls) == 7 and len(list(folder.iterdir())) == 5, "something is left lying about"
         assert torch.equal(others[4], others[3])
         assert torch.equal(others[3], calibrate(attached, Measuring(power=2.0), text)["rotation"])
+    with attach(tiny("few")) as attached:  # of the same weights' files, but with other layers
+        assert len(rotation()) == 3 != len(first)
 
 
 @dataclass(frozen=True)
