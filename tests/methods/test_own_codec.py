@@ -15,7 +15,7 @@ from harness.run.runner import Run
 from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import SplitCodec
 from tests.conftest import forget
-from tests.runs import reading, tiny_loaded
+from tests.runs import own_file, reading, tiny_loaded
 
 HEAD = """from dataclasses import dataclass
 
@@ -45,10 +45,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def write(text: str = MINE, name: str = "mine.py") -> Path:
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(HEAD + text)
-    return path.resolve()
+    return own_file(HEAD + text, name)
 
 
 def test_a_file_is_chosen_like_any_codec():

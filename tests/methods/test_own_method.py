@@ -12,6 +12,7 @@ from harness.run.cli import main
 from harness.run.compose import load, override
 from harness.run.runner import Run
 from tests.conftest import forget
+from tests.runs import own_file
 
 HEAD = """from dataclasses import dataclass, field
 from methods.base import Method
@@ -30,10 +31,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def write(text: str = MINE, name: str = "mine.py") -> Path:
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(HEAD + text)
-    return path.resolve()
+    return own_file(HEAD + text, name)
 
 
 # Chosen
