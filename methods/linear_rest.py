@@ -102,8 +102,7 @@ class LinearRestState(InfiniGen2State):
             keys = self.partial_keys[layer][:, :, slots]
             given = scores, self.unscored_key[layer], read, rows, keys, self.codec
             sizes = {"columns": self.columns, "scale": self.geometry.scale}
-            log_mass, mean_partial = kernels.index_of_rest(*given, **sizes)
-            return log_mass, mean_partial
+            return kernels.index_of_rest(*given, **sizes)
         query = rows.query.unflatten(1, (-1, self.geometry.group)).float()
         unscored = self.unscored_key[layer].float().unsqueeze(2)
         scores += self.geometry.scale * (query * unscored).sum(-1, keepdim=True)

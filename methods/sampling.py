@@ -71,8 +71,7 @@ def random_numbers(seed: int, layer: int, rows: QueryRows, sets: int, sample: in
     """
     salt = layer * 2**16 + sample * 2**31
     if kernels := kernels_for(rows.positions):
-        numbers: Tensor = kernels.random_numbers(salt, seed, rows, sets)
-        return numbers
+        return kernels.random_numbers(salt, seed, rows, sets)
     heads = torch.arange(sets, device=rows.positions.device)
     of_set = mixed(mixed(heads + salt) + seed)
     of_row = mixed(of_set[:, None] + rows.positions[:, None])

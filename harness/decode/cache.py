@@ -205,9 +205,9 @@ class LayerCache:
         codec, rows = store.codec, store.format
         stored = {FLOAT_DTYPES.get(codec.keys.name), FLOAT_DTYPES.get(codec.values.name)}
         self.is_fused = hides_scores and not weighs_rest and stored == {rows.dtype}
-        is_known = rows.has_kernels(store.device)
-        is_known |= weighs_rest and rows.is_known_exactly(store.device)
-        self.attends_by_kernels = hides_scores and is_known
+        has_kernels = rows.has_kernels(store.device)
+        has_kernels |= weighs_rest and rows.has_kernels_for_exact(store.device)
+        self.attends_by_kernels = hides_scores and has_kernels
         self.following: LayerCache | None = None
         self.earlier: State | None = None
         self.last_query: Tensor | None = None

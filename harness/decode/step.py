@@ -29,6 +29,7 @@ from harness.model.attention import heads_last, row_attention, with_rest
 from methods.attention import Softmax
 from methods.base import Rest, Selection
 from methods.codecs.integers import IntegerCodec
+from methods.extras import WeighsRest
 
 BIAS_ALIGNMENT = 8
 """Elements. torch's attention on a GPU copies a bias whose lines begin elsewhere."""
@@ -223,17 +224,14 @@ class DecodeStep(Handler):
         """Kernels decode coded rows as they go, and weigh an estimate beside the rows."""
         from harness.decode.kernels import codes as kernels
 
-        rest = self.rest.get(cache)
-        if rest is not None and rest.log_mass is not None:
-            del self.rest[cache]
-        else:
-            rest = None  # it has a share of the output
+        # Another rest has a share of the output already.
+        rest = self.rest.pop(cache, None) if isinstance(cache.method, WeighsRest) else None
         codec, visible = cache.store.codec, cache.visible(fetch)
         of_group = None if visible is None else visible.unsqueeze(2)
         scale = cache.policy.softmax.scale
         coded_by = codec if isinstance(codec, IntegerCodec) else None
-        rows = fetch.cached
-        output = kernels.attend(query, rows, own, of_group, fetch.bias, scale, coded_by, rest)
+        given = (query, fetch.cached, own, of_group, fetch.bias)
+        output = kernels.attend(*given, scale, coded_by, rest)
         cache.keep_own(*own)
         return output
 

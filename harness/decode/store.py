@@ -134,8 +134,8 @@ class RowFormat:
         is_plain = isinstance(self.codec, IntegerCodec) and self.codec.is_plain
         return is_plain and self._has_one_size and device.type in compiled.COMPILED
 
-    def is_known_exactly(self, device: torch.device) -> bool:
-        """True if kernels attend to rows of this format, which are stored as they are computed."""
+    def has_kernels_for_exact(self, device: torch.device) -> bool:
+        """True if kernels attend to rows of this format: stored as they are computed."""
         return self.is_exact and self._has_one_size and device.type in compiled.COMPILED
 
     @property

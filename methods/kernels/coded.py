@@ -21,7 +21,7 @@ from methods.codecs.integers import IntegerCodec
 TO_WHOLE = tl.constexpr(1.5 * 2**23)
 """Adding this rounds a number below 2^22 to a whole one, halves to the even neighbour."""
 MOST_ROWS = 64
-"""Query rows of a KV head that `coded_scores` takes."""
+"""Rows of a KV head that kernels of a step take; of more, torch makes products."""
 
 
 # Coded rows

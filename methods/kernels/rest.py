@@ -17,6 +17,7 @@ from methods import compiled
 from methods.base import QueryRows
 from methods.codecs.integers import IntegerCodec
 from methods.kernels.coded import load_half, width_of
+from methods.kernels.selection import set_strides
 
 PART = 1024
 """Slots of a program, about."""
@@ -179,8 +180,7 @@ def index_of_rest(
         parts,
         tiles,
         group,
-        tokens.stride(0),
-        tokens.stride(1) if tokens.shape[1] > 1 else 0,
+        *set_strides(tokens),
         *keys.stride(),
         HEAD_DIM=head_dim,
         ELEMENTS_OF_HEAD=triton.next_power_of_2(head_dim),

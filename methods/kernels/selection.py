@@ -26,6 +26,14 @@ STEPS = tl.constexpr(8)
 """As `methods.infinigen2.STEPS_OF_TWO`."""
 
 
+@triton.jit
+def _seen(of_head, tokens, position, slot, slots, is_head):
+    """Which of a tile's slots a row sees, and their scores [heads, slots], -inf elsewhere."""
+    held = slot < slots
+    visible = held & (tl.load(tokens + slot, mask=held, other=0) < position)
+    return visible, tl.load(of_head + slot, mask=visible & is_head, other=float("-inf"))
+
+
 @triton.jit(do_not_specialize=["slots", "alpha"])
 def _relative(
     scores,
@@ -46,16 +54,14 @@ def _relative(
     best = tl.full((HEADS, TILE), float("-inf"), tl.float32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
-        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
         best = tl.maximum(best, seen)
     best = tl.max(best, 1)
     best = tl.where(best == float("-inf"), 0.0, best)[:, None]
     count = tl.zeros((TILE,), tl.int32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
-        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
         nearest = tl.max(seen - best, 0)
         tl.store(relative + slot, nearest, mask=slot < slots)
         count += (nearest >= -alpha).to(tl.int32)
@@ -84,22 +90,19 @@ def _summed_probs(
     best = tl.full((HEADS, TILE), LOWEST, tl.float32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
-        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
         best = tl.maximum(best, seen)
     best = tl.max(best, 1)[:, None]
     total = tl.zeros((HEADS, TILE), tl.float32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
-        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
         total += tl.exp(seen - best)
     total = tl.sum(total, 1)[:, None]
     total = tl.where(total > 0, total, 1.0)  # of no visible token, and of no head
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
-        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        visible, seen = _seen(of_head, tokens, position, slot, slots, head < group)
         of_slots = tl.maximum(tl.sum(tl.exp(seen - best) / total, 0), TINY)
         if distances is not None:
             at = distances + batch.to(tl.int64) * distance_batch_stride
@@ -269,6 +272,12 @@ def _take_largest(
         equal_before += tl.sum(equal, 0)
 
 
+def set_strides(tokens: Tensor) -> tuple[int, int]:
+    """From one batch element and set to the next in [batch, 1 or sets, slots], 0 along what is
+    shared."""
+    return tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0
+
+
 def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Tensor]:
     """Each set's r (see `Selecting.reduced`), -inf where a row sees no token, fp32 [batch, sets,
     rows, slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
@@ -281,11 +290,10 @@ def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Ten
     found = scores.new_empty((batch, sets, num_rows, slots), dtype=torch.float32)
     within = scores.new_empty((batch, sets, num_rows), dtype=torch.int32)
     heads = triton.next_power_of_2(group)
-    shape = (slots, sets, num_rows, group)
-    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), found, within, alpha)
     tile = max(1, compiled.ELEMENTS // heads)
-    _relative[(batch * sets * num_rows,)](*data, *shape, *strides, HEADS=heads, TILE=tile)
+    shape = (slots, sets, num_rows, group, *set_strides(tokens))
+    _relative[(batch * sets * num_rows,)](*data, *shape, HEADS=heads, TILE=tile)
     return found, within
 
 
@@ -298,12 +306,11 @@ def summed_probs(scores: Tensor, rows: QueryRows, distances: Tensor | None = Non
     summed = scores.new_empty((batch, sets, num_rows, slots), dtype=torch.float32)
     heads = triton.next_power_of_2(group)
     shape = (slots, sets, num_rows, group)
-    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), summed)
     coded = (distances, *(distances.stride()[:2] if distances is not None else (0, 0)))
     tile = max(1, compiled.ELEMENTS // heads)
     grid = (batch * sets * num_rows,)
-    _summed_probs[grid](*data, *shape, *strides, *coded, HEADS=heads, TILE=tile)
+    _summed_probs[grid](*data, *shape, *set_strides(tokens), *coded, HEADS=heads, TILE=tile)
     return summed
 
 
@@ -334,7 +341,6 @@ def ranked(score: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
     batch, sets, num_rows, slots = score.shape
     tokens = rows.slot_positions
     found = torch.empty_like(score)
-    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
     shape = (slots, sets, num_rows)
     _ranked[(batch * sets * num_rows,)](
         score,
@@ -343,7 +349,7 @@ def ranked(score: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
         mixed(seed),
         layer,
         *shape,
-        *strides,
+        *set_strides(tokens),
         NUMBERS=2**LASTING_BITS,
         TILE=compiled.ELEMENTS,
     )
@@ -357,10 +363,11 @@ def random_numbers(salt: int, seed: int, rows: QueryRows, sets: int) -> Tensor:
     found = torch.empty(
         (batch, sets, num_rows, tokens.shape[-1]), dtype=torch.float32, device=tokens.device
     )
-    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
     data = (tokens, rows.positions.contiguous(), found, salt, seed)
     shape = (tokens.shape[-1], sets, num_rows)
-    _random_numbers[(batch * sets * num_rows,)](*data, *shape, *strides, TILE=compiled.ELEMENTS)
+    _random_numbers[(batch * sets * num_rows,)](
+        *data, *shape, *set_strides(tokens), TILE=compiled.ELEMENTS
+    )
     return found
 
 
