@@ -24,7 +24,7 @@ from harness.model.sampling import Draft
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.settings.codecs import codec_named
-from harness.settings.config import GREEDY
+from harness.settings.task_config import GREEDY
 from methods.codecs.split import AnyCodec, every_codec
 from tests.cases import Case
 from tests.conftest import tiny

@@ -46,8 +46,9 @@ from harness.run.compose import override
 from harness.run.runner import Run, report, require_devices, users_faults
 from harness.run.runner import run as start
 from harness.scoring.progress import bar, quietly
-from harness.settings.config import NEW_TOKENS, ModelConfig, RunConfig
+from harness.settings.config import ModelConfig, RunConfig
 from harness.settings.schema import options
+from harness.settings.task_config import NEW_TOKENS
 from harness.speed.ask import ask_all
 from harness.speed.generate import Generated, new_tokens_of, run_generate
 from harness.speed.latency import compute_threads, two_memories

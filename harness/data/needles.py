@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.data.ruler import NEEDLE, ONE_NEEDLE
-from harness.settings.config import GENERATED_TASKS
+from harness.settings.task_config import GENERATED_TASKS
 
 WITH_NEEDLES = (*GENERATED_TASKS, *ONE_NEEDLE)
 

@@ -26,7 +26,8 @@ from harness.data import ruler_package
 from harness.data.ruler_package import QUESTIONS, TaskRow, restored
 from harness.errors import UserError
 from harness.files import cache_dir, replacing, text_sha256
-from harness.settings.config import RULER_TASKS, RunConfig
+from harness.settings.config import RunConfig
+from harness.settings.task_config import RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel

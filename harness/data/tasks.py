@@ -54,13 +54,13 @@ from harness.errors import UserError, missing, nearest, reason, refused
 from harness.files import cache_dir, replacing, text_sha256
 from harness.model.budgets import warn_once
 from harness.model.shape import read_yaml
-from harness.settings.config import (
+from harness.settings.config import RunConfig
+from harness.settings.task_config import (
     AIME_TASKS,
     OFFLINE_TASKS,
     REASONING_TASKS,
     RULER_TASKS,
     TASKS,
-    RunConfig,
 )
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from harness.model.budgets import TOLERANCE, with_budget_as_stored
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.replay.session import ReplaySession
-from harness.settings.codecs import codec_named, is_float, is_integer
-from harness.settings.config import RunConfig, layer_formats
+from harness.settings.codecs import codec_named, is_float, is_integer, layer_formats
+from harness.settings.config import RunConfig
 from harness.settings.kinds import find
 from methods import extras
 from methods.base import Calibration, Method, TokenCounts

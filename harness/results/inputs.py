@@ -20,10 +20,6 @@ from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offli
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import source
 from harness.settings.config import (
-    AIME_TASKS,
-    OFFLINE_TASKS,
-    REASONING_TASKS,
-    RULER_TASKS,
     CalibrationConfig,
     CorpusConfig,
     DataConfig,
@@ -32,6 +28,7 @@ from harness.settings.config import (
 )
 from harness.settings.kinds import find
 from harness.settings.paths import PACKAGES_DIR
+from harness.settings.task_config import AIME_TASKS, OFFLINE_TASKS, REASONING_TASKS, RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.data.tasks import Leaf

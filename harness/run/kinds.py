@@ -17,9 +17,10 @@ from harness.files import text_sha256
 from harness.model.load import tokenizer_of_random
 from harness.model.resources import Resources
 from harness.results import inputs
-from harness.settings.config import OFFLINE_TASKS, TASKS, RunConfig, Statistic
+from harness.settings.config import RunConfig, Statistic
 from harness.settings.kinds import Outcome, find
 from harness.settings.systems import check_live
+from harness.settings.task_config import OFFLINE_TASKS, TASKS
 
 
 def _texts(config: RunConfig) -> dict[str, str]:

@@ -19,17 +19,11 @@ from harness.errors import UserError, nearest
 from harness.run.kinds import measurement_of
 from harness.settings import config as configs
 from harness.settings import own_method, systems
-from harness.settings.codecs import codec_names
-from harness.settings.config import (
-    CODEC_WORDS,
-    CPU_DTYPE,
-    GENERATED_TASKS,
-    PAPER_TASKS,
-    RunConfig,
-    codec_words,
-)
+from harness.settings.codecs import CODEC_WORDS, codec_names, codec_words
+from harness.settings.config import CPU_DTYPE, RunConfig
 from harness.settings.kinds import BOARD, Kind, find
 from harness.settings.schema import build, group, kind_of, options, setting_of
+from harness.settings.task_config import GENERATED_TASKS, PAPER_TASKS
 
 if TYPE_CHECKING:
     from methods.base import Method

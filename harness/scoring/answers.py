@@ -34,7 +34,7 @@ from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.model.sampling import Draft, write
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
-from harness.settings.config import GREEDY, Sampling
+from harness.settings.task_config import GREEDY, Sampling
 
 CACHE_TOKENS = 32_768
 """Sequences times columns decoded at once, at most, so that a machine with more memory gets the

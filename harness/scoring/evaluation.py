@@ -48,8 +48,9 @@ from harness.scoring.metrics import (
 )
 from harness.scoring.progress import bar, say
 from harness.scoring.question import QuestionFinder
-from harness.settings.config import GENERATED_TASKS, REASONING_TASKS, RunConfig
+from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
+from harness.settings.task_config import GENERATED_TASKS, REASONING_TASKS
 from methods.base import TokenCounts
 
 ANSWER_ROWS = 16

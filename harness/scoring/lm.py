@@ -29,7 +29,7 @@ from harness.model.generation import GenerationRule, Settings
 from harness.model.load import LoadedModel
 from harness.scoring.answers import Document, NeedleRead, Request, Score, Written
 from harness.scoring.question import QuestionFinder
-from harness.settings.config import GREEDY, Sampling, SamplingConfig
+from harness.settings.task_config import GREEDY, Sampling, SamplingConfig
 
 MAX_GEN_TOKS = 256
 """lm-eval's default length of an answer, in tokens."""

@@ -1,18 +1,22 @@
-"""The shipped codecs: a file `methods/codecs/NAME.yaml` for each, with its class and settings.
+"""The settings of codecs: their names, the formats of single layers, and the shipped codecs.
 
-They do not lie in `conf/`, whose folders are groups of Hydra's. `codec=int4` is a setting, which
-may name a file of the user's as well, and which presets of methods have.
+Each of these is a file `methods/codecs/NAME.yaml`, with its class and settings. They do not lie in
+`conf/`, whose folders are groups of Hydra's. `codec=int4` is a setting, which may name a file of
+the user's as well, and which presets of methods have.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
+from harness.errors import UserError, nearest
 from harness.settings.paths import PACKAGES_DIR
 
 if TYPE_CHECKING:
@@ -20,6 +24,12 @@ if TYPE_CHECKING:
 
 
 FOLDER = PACKAGES_DIR / "methods" / "codecs"
+LAYER_FORMAT = re.compile(
+    r"(?P<first>\d+)(?P<range>-(?P<last>\d+)?)?:(?P<keys>[^/]+)(?:/(?P<values>[^/]+))?"
+)
+"""An entry of `codec_layers`."""
+CODEC_WORDS = ("codec", "value_codec", "codec_layers", "rotation", "key_groups", "residual")
+"""The settings that a codec's name says."""
 
 
 @cache
@@ -63,3 +73,69 @@ def codec_named(name: str, **settings: Any) -> RowCodec:
     cls, values = shipped_codec(name)
     known = {key: value for key, value in settings.items() if takes(name, key)}
     return cls(**values | known)
+
+
+class LayerFormats(NamedTuple):
+    """An entry of `codec_layers`, `words`: the formats of the keys and values of layers `first` to
+    `last`, None for all that follow."""
+
+    first: int
+    last: int | None
+    keys: str
+    values: str
+    words: str
+
+
+def layer_formats(entries: Sequence[str]) -> list[LayerFormats]:
+    """The entries of `codec_layers`, such as `0-1:int8`, `5:fp16` or `28-:int8/int4`.
+
+    Raises UserError for one that is written otherwise, names no codec or no layer, or a layer that
+    another one names.
+    """
+    found: list[LayerFormats] = []
+    for words in entries:
+        setting = f"codec_layers=[{words}]"
+        parts = LAYER_FORMAT.fullmatch(words)
+        if parts is None:
+            forms = "must be LAYERS:CODEC, such as 0-1:int8, 5:fp16, 28-:int8 or 0:int8/int4"
+            raise UserError(f"{setting}: {forms}")
+        keys, values = parts["keys"], parts["values"] or parts["keys"]
+        for name in (keys, values):
+            if name not in codec_names():
+                raise UserError(f"{setting}: {name}: {nearest(name, codec_names())}")
+        first = int(parts["first"])
+        last: int | None = first
+        if parts["range"]:
+            last = int(parts["last"]) if parts["last"] else None
+        if last is not None and last < first:
+            raise UserError(f"{setting}: layer {last} lies before layer {first}")
+        for other in found:
+            later = max(first, other.first)
+            if (last is None or later <= last) and (other.last is None or later <= other.last):
+                raise UserError(f"{setting}: layer {later} is in {other.words} too; name it once")
+        found.append(LayerFormats(first, last, keys, values, words))
+    return found
+
+
+def codec_words(
+    codec: str | None,
+    value_codec: str | None = None,
+    codec_layers: Sequence[str] | None = None,
+    rotation: str | None = None,
+    key_groups: str = "token",
+    residual: int = 0,
+) -> str | None:
+    """A codec's name in tables and labels, such as `hadamard-int4`, `channel-int2/int2-r128` or
+    `int4[0-1:int8]`; None for none."""
+    if codec is None:
+        return None
+    keys = codec if key_groups == "token" else f"{key_groups}-{codec}"
+    values = value_codec or codec
+    words = keys if keys == values else f"{keys}/{values}"
+    if rotation:
+        words = f"{rotation}-{words}"
+    if residual:
+        words += f"-r{residual}"
+    if codec_layers:
+        words += f"[{','.join(codec_layers)}]"
+    return words

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from harness.errors import UserError, nearest
-from harness.settings.config import CODEC_WORDS, RunConfig
+from harness.settings.codecs import CODEC_WORDS
+from harness.settings.config import RunConfig
 
 OF_CODECS = (*CODEC_WORDS, "own_codec", "group_size")
 COMMON = (

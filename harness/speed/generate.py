@@ -27,7 +27,8 @@ from harness.model.sampling import Draft
 from harness.replay.setup import Setup, prepare
 from harness.results.metrics import MISSING
 from harness.results.step_stats import StepStats, stats_of
-from harness.settings.config import NEW_TOKENS, RunConfig
+from harness.settings.config import RunConfig
+from harness.settings.task_config import NEW_TOKENS
 from harness.speed.latency import compute_threads, source_of, two_memories
 from methods.base import TokenCounts
 

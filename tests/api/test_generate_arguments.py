@@ -26,7 +26,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.generation import GenerationRule
 from harness.model.tiny import tiny_model
-from harness.settings.config import GREEDY
+from harness.settings.task_config import GREEDY
 from methods.full import Full
 from tests.tokens import byte_tokenizer
 

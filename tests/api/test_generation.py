@@ -34,7 +34,8 @@ from harness.model.tiny import tiny_model
 from harness.run.compose import load
 from harness.run.runner import Run
 from harness.scoring.long_decode import FULL, decode_freely
-from harness.settings.config import GREEDY, RunConfig, Sampling
+from harness.settings.config import RunConfig
+from harness.settings.task_config import GREEDY, Sampling
 from harness.speed.generate import Generated, run_generate
 from methods.full import Full
 from tests.tokens import byte_tokenizer

@@ -11,7 +11,7 @@ from harness.data.tasks import load_suite
 from harness.errors import UserError
 from harness.results.inputs import tasks as identity
 from harness.run.compose import load
-from harness.settings.config import AIME_TASKS
+from harness.settings.task_config import AIME_TASKS
 from tests.runs import without
 
 FIRST_ANSWERS = {"aime24": "73", "aime25": "70", "aime26": "277"}

@@ -26,7 +26,8 @@ from harness.results.samples import clustered_stderr
 from harness.run.compose import load
 from harness.scoring.evaluation import run_tasks
 from harness.scoring.metrics import Repeat, joined, pass_at
-from harness.settings.config import DataConfig, RunConfig, SamplingConfig
+from harness.settings.config import DataConfig, RunConfig
+from harness.settings.task_config import SamplingConfig
 from methods.h2o import H2O
 from tests.conftest import refused
 from tests.data.test_tasks import ANSWERED, loaded, refuse, settings, write_rows, write_yaml  # noqa: F401, a fixture

@@ -20,7 +20,7 @@ from harness.data.tasks import load_suite
 from harness.errors import UserError
 from harness.run.compose import load
 from harness.scoring.evaluation import run_tasks
-from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
+from harness.settings.task_config import RULER_NUM_SAMPLES, RULER_TASKS
 from tests.runs import calls_of, tiny_loaded
 from tests.tokens import byte_tokenizer, word_tokenizer
 

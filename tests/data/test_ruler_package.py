@@ -22,7 +22,7 @@ from harness.data.tasks import load_suite, plan
 from harness.errors import UserError
 from harness.results.inputs import tasks as identity
 from harness.run.compose import load
-from harness.settings.config import RULER_TASKS
+from harness.settings.task_config import RULER_TASKS
 from tests.runs import without
 from tests.tokens import starting_tokenizer, word_tokenizer
 

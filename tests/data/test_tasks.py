@@ -22,7 +22,8 @@ from harness.model.load import LoadedModel
 from harness.results.samples import clustered_stderr
 from harness.run.compose import load
 from harness.scoring.evaluation import prefill_of, run_tasks
-from harness.settings.config import OFFLINE_TASKS, PAPER_TASKS, TASKS, DataConfig, RunConfig
+from harness.settings.config import DataConfig, RunConfig
+from harness.settings.task_config import OFFLINE_TASKS, PAPER_TASKS, TASKS
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

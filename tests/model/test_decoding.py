@@ -11,7 +11,7 @@ from harness.model.generation import GenerationRule
 from harness.model.sampling import Draft, drawn, write
 from harness.results.record import changed_settings, settings_id
 from harness.run.compose import load
-from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
+from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
 from tests.living import endless, tiny
 
 SAMPLINGS = [

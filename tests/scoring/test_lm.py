@@ -22,7 +22,7 @@ from harness.scoring.answers import Request, Score, Written, generate, score
 from harness.scoring.evaluation import ReplayEngine, decode_rows
 from harness.scoring.lm import Prefill, ReplayLM
 from harness.scoring.question import QuestionFinder
-from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
+from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
 from tests.cases import CASES
 from tests.living import endless, open_live, setup_of, tiny
 from tests.tokens import byte_tokenizer, starting_tokenizer

@@ -22,8 +22,9 @@ from harness.scoring import long_decode, perplexity
 from harness.scoring.evaluation import running_lm_eval
 from harness.scoring.long_decode import Pair, Text, curve, repetition, run_long_decode, summarize
 from harness.scoring.perplexity import CHUNK, as_perplexity, run_perplexity
-from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig, SamplingConfig
+from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
 from harness.settings.kinds import Outcome
+from harness.settings.task_config import SamplingConfig
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O

@@ -13,9 +13,10 @@ from harness.run.cli import in_words
 from harness.run.compose import composed, load
 from harness.run.kinds import MEASUREMENTS
 from harness.run.parse import OF_THE_FILE, method_file, parse
-from harness.settings.config import PAPER_TASKS, RunConfig
+from harness.settings.config import RunConfig
 from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
 from harness.settings.schema import CONF_DIR, options
+from harness.settings.task_config import PAPER_TASKS
 from methods.settings import settings_of
 
 PRESETS = (

@@ -1,0 +1,222 @@
+"""The settings of tasks: their names, how they are prompted, and how answers are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from harness.errors import UserError
+from harness.settings.schema import (
+    MOST,
+    Count,
+    FolderText,
+    Natural,
+    Share,
+    Text,
+)
+
+GENERATED_TASKS = ("kv_recall", "passkey")
+RULER_TASKS = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "ruler_vt",
+    "ruler_cwe",
+    "ruler_fwe",
+    "ruler_qa_squad",
+    "ruler_qa_hotpot",
+)
+"""RULER's thirteen tasks. Seven need the packages of `harness.data.ruler_package`."""
+PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
+REASONING_TASKS = ("graph_search",)
+"""Tasks made from a seed whose answers need long working."""
+AIME_TASKS = ("aime24", "aime25", "aime26")
+"""Their rows need the package of `harness.data.aime`."""
+OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS, *REASONING_TASKS, *AIME_TASKS)
+TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
+"""Tasks that are known without lm-eval's index, which has thousands more."""
+GENERATED_NUM_SAMPLES = 128
+RULER_NUM_SAMPLES = 32
+REASONING_NUM_SAMPLES = 32
+DEFAULT_SEQ_LENGTHS = [4096]
+"""lm-eval's lengths of RULER's prompts and answers, in tokens."""
+AIME_MAX_GEN_TOKS = 32768
+"""lm-eval's."""
+PLACES = 9
+LEAST_PLACES, MOST_PLACES = 6, 80
+"""Places on a map of graph_search."""
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """How lm-eval's tasks are prompted. These settings stand at the top, under the names of
+    lm-eval's command line.
+
+    include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval,
+    such as max_seq_lengths of RULER; num_sentences is of kv_recall and passkey, places of
+    graph_search, max_gen_toks of AIME. apply_chat_template: prompts are turns of the tokenizer's
+    chat template; fewshot_as_multiturn: each example is a turn too; None: as apply_chat_template.
+    enable_thinking: handed to the template; None: not. think_end_token: what ends the thinking, as
+    text or token id; an answer is what follows its last occurrence. system_instruction: text before
+    the turns.
+    question_marker: the text with which a question starts, where prefill=question ends the prompt;
+    None: the task says where. too_long: what happens to a context beyond the model's limit;
+    `truncate` leaves out its beginning, as lm-eval does.
+    """
+
+    include_path: FolderText | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool | None = None
+    enable_thinking: bool | None = None
+    think_end_token: Natural | Text | None = None
+    system_instruction: Text | None = None
+    question_marker: Text | None = None
+    too_long: Literal["refuse", "truncate"] = "refuse"
+
+    def __post_init__(self) -> None:
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            template = "needs apply_chat_template=true, whose turns the examples are"
+            raise UserError(f"fewshot_as_multiturn=true: {template}")
+        if self.enable_thinking and self.think_end_token is None:
+            ends = "needs think_end_token, which ends the thinking, such as </think>"
+            raise UserError(f"enable_thinking=true: {ends}")
+        if self.question_marker is not None and not self.question_marker.strip("\n "):
+            wanted = "must hold a character that is no space"
+            raise UserError(f"question_marker={self.question_marker!r}: {wanted}")
+        lengths: Any = self.lengths
+        listed = isinstance(lengths, list) and all(
+            type(length) is int and 0 < length <= MOST for length in lengths
+        )
+        if not listed or not lengths or len(set(lengths)) < len(lengths):
+            allowed = "must be a list of different lengths in tokens, such as [2048]"
+            raise UserError(f"metadata.max_seq_lengths={lengths}: {allowed}")
+        number: Any = self.num_sentences
+        if number is not None and not (type(number) is int and 0 <= number <= MOST):
+            allowed = "must be a whole number, of sentences in a context of kv_recall or passkey"
+            raise UserError(f"metadata.num_sentences={number}: {allowed}")
+        places: Any = self.places
+        if type(places) is not int or not LEAST_PLACES <= places <= MOST_PLACES:
+            allowed = f"must be from {LEAST_PLACES} to {MOST_PLACES}"
+            raise UserError(f"metadata.places={places}: {allowed}")
+        most: Any = self.max_gen_toks
+        if type(most) is not int or not 0 < most <= MOST:
+            allowed = "must be a whole number above 0, the most tokens of an answer of AIME"
+            raise UserError(f"metadata.max_gen_toks={most}: {allowed}")
+
+    @property
+    def has_example_turns(self) -> bool:
+        """Whether each example is a turn of its own: by default with a chat template, as on
+        lm-eval's command line."""
+        if self.fewshot_as_multiturn is None:
+            return self.apply_chat_template
+        return self.fewshot_as_multiturn
+
+    @property
+    def num_sentences(self) -> int | None:
+        """Sentences of the offline text in each context of kv_recall and passkey; None: as many as
+        the task has by itself."""
+        return self.metadata.get("num_sentences")
+
+    @property
+    def places(self) -> int:
+        """Places on a map of graph_search."""
+        return self.metadata.get("places", PLACES)
+
+    @property
+    def max_gen_toks(self) -> int:
+        """The most tokens of an answer of AIME."""
+        return self.metadata.get("max_gen_toks", AIME_MAX_GEN_TOKS)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of RULER's prompts and answers, in tokens."""
+        return self.metadata.get("max_seq_lengths", DEFAULT_SEQ_LENGTHS)
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen.
+
+    temperature: divides the logits; 0 takes the most likely token. top_k: only the k most likely
+    tokens are drawn from, and all that are as likely as the k-th. top_p: only the smallest set of
+    most likely tokens whose probabilities sum to at least this (nucleus sampling, Holtzman et al.
+    2020). None: as the model's generation_config.json says, else as transformers' `generate`.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same as arguments of transformers' `generate`."""
+        if not self.temperature:
+            return {"do_sample": False}
+        asked: dict[str, Any] = {"do_sample": True, "temperature": self.temperature}
+        if self.top_p is not None:
+            asked["top_p"] = self.top_p
+        if self.top_k is not None:
+            asked["top_k"] = self.top_k
+        return asked
+
+
+GREEDY = Sampling()
+LOWEST_TEMPERATURE = 1e-6
+"""Logits that are divided by less leave the range of fp32."""
+NEW_TOKENS = 64
+"""Tokens of a text where neither a setting nor the model's generation_config.json says how many."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the tokens of a generated answer are chosen. These settings stand at the top.
+
+    temperature: 0 takes the most likely token; None: as the task says, else 0. top_p, top_k: see
+    `Sampling`; None: as the task says, else as `Sampling` does. repeats: answers to each question,
+    each drawn from its own random numbers.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
+    repeats: Count = 1
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0:
+            self._refuse_where_greedy("temperature=0 takes the most likely token")
+        elif self.temperature is not None:
+            _require_divisor(self.temperature)
+
+    def rule(self, of_task: Sampling = GREEDY) -> Sampling:
+        """The rule of these settings where they are given, else of the task, else greedy.
+
+        Raises UserError for settings of sampling where the answer is greedy.
+        """
+        temperature = of_task.temperature if self.temperature is None else self.temperature
+        if not temperature:
+            self._refuse_where_greedy("the most likely token is taken")
+            return GREEDY
+        _require_divisor(temperature)
+        return Sampling(temperature, self.top_p or of_task.top_p, self.top_k or of_task.top_k)
+
+    def _refuse_where_greedy(self, why: str) -> None:
+        for name, unset in (("top_p", None), ("top_k", None), ("repeats", 1)):
+            value = getattr(self, name)
+            if value != unset:
+                raise UserError(f"{name}={value}: {why}; set temperature above 0")
+
+
+def _require_divisor(temperature: float) -> None:
+    if temperature < LOWEST_TEMPERATURE:
+        raise UserError(
+            f"temperature={temperature}: allowed: 0, which takes the most likely token, or "
+            f"{LOWEST_TEMPERATURE} and more"
+        )
