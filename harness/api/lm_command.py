@@ -38,8 +38,9 @@ from harness.errors import (
     one_line,
     reason,
 )
-from harness.run.cli import FREE_TEXT, TRACEBACKS
+from harness.run.cli import TRACEBACKS
 from harness.run.compose import read_override
+from harness.run.words import FREE_TEXT
 from harness.settings.paths import HARNESS, PACKAGES_DIR, PROGRAM
 
 NAME = "kv"

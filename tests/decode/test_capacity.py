@@ -21,7 +21,7 @@ from harness.model.random_ids import RandomIds
 from harness.model.shape import ModelShape
 from harness.model.tiny import tiny_model
 from harness.paper.costmodel import capacity as modelled
-from harness.paper.costmodel.predict import Efficiency, Platform
+from harness.paper.costmodel.schemes import Efficiency, Platform
 from harness.results import columns
 from harness.run.cli import main
 from harness.run.compose import load

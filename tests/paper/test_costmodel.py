@@ -15,20 +15,17 @@ from harness.paper.costmodel import predict as counts
 from harness.paper.costmodel import published
 from harness.paper.costmodel.__main__ import main
 from harness.paper.costmodel.predict import (
-    FITTED,
-    SCHEMES,
     BlockTimes,
     Case,
     Layer,
-    Platform,
     Work,
     block_ends,
     decode_block,
     layers_of,
-    load_platform,
     predict,
     prefill_block,
 )
+from harness.paper.costmodel.schemes import FITTED, SCHEMES, Platform, load_platform
 from harness.results.columns import LATENCY, OPTIONAL, names, published_rows
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS

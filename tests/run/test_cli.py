@@ -16,8 +16,9 @@ from omegaconf import OmegaConf
 
 from harness.errors import UserError
 from harness.results.record import flat
-from harness.run.cli import main, read_words
+from harness.run.cli import main
 from harness.run.compose import compose, load, override, read_override
+from harness.run.words import read_words
 from harness.settings.explain import run_help
 from harness.settings.schema import as_typed
 from tests.runs import outcome, refusal_of

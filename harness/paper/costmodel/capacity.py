@@ -31,14 +31,8 @@ from harness.model.budgets import with_budget_as_stored
 from harness.model.policies import Policy, method_policy
 from harness.model.prompts import PassSizes, attention_elements
 from harness.model.shape import WEIGHT_BYTES, ModelShape, as_config, count_weights
-from harness.paper.costmodel.predict import (
-    FITTED,
-    BlockTimes,
-    Efficiency,
-    Platform,
-    Work,
-    block_ends,
-)
+from harness.paper.costmodel.predict import BlockTimes, Work, block_ends
+from harness.paper.costmodel.schemes import FITTED, Efficiency, Platform
 from harness.replay.setup import codec_of
 from harness.settings.config import LatencyConfig, RunConfig
 from harness.settings.kinds import Outcome

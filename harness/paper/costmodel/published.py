@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from harness.files import write_atomic
 from harness.model.shape import load_shape
-from harness.paper.costmodel.predict import FITTED, Case, Efficiency, load_platform, predict
+from harness.paper.costmodel.predict import Case, predict
+from harness.paper.costmodel.schemes import FITTED, Efficiency, load_platform
 from harness.results.columns import LATENCY, TableRow, published_rows, render_csv
 from harness.results.metrics import SEGMENTS
 from harness.results.pages import render_modelled
