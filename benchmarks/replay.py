@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import in_turn, spread
-from harness.checks.contract import open_live, open_replay
+from harness.checks.two_ways import open_live, open_replay
 from harness.data.text import offline_text, token_ids
 from harness.decode.links import open_link
 from harness.model.attach import attach

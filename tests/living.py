@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checks import contract as decode
-from harness.checks.contract import STEPS, TOLERANCE, Result, force, largest_difference, token_batch
+from harness.checks import two_ways as decode
+from harness.checks.two_ways import STEPS, TOLERANCE, Result, force, largest_difference, token_batch
 from harness.decode.links import EmulatedLink, Link, Ticket
 from harness.decode.session import LiveSession
 from harness.decode.store import Chosen, KVStore, RowFormat, SlotRequest

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from harness.checks.contract import TOLERANCE, largest_difference, live
+from harness.checks.two_ways import TOLERANCE, largest_difference, live
 from harness.decode.links import open_link
 from harness.model.attach import attach
 from harness.model.calibration import calibrate

@@ -24,7 +24,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from harness.checks.contract import BUDGET_TOLERANCE, live, replay, token_batch
+from harness.checks.contract import BUDGET_TOLERANCE
+from harness.checks.two_ways import live, replay, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
 from harness.model.attach import attach

@@ -23,7 +23,7 @@ from harness.settings.codecs import CODEC_WORDS, codec_names, codec_words
 from harness.settings.config import CPU_DTYPE, RunConfig
 from harness.settings.kinds import BOARD, Kind, find
 from harness.settings.schema import build, group, kind_of, options, setting_of
-from harness.settings.task_config import GENERATED_TASKS, PAPER_TASKS
+from harness.settings.task_config import GENERATED_TASKS, PAPER_TASKS, SamplingConfig, TaskConfig
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -36,7 +36,7 @@ DEFAULTS = ("group_size", "residual", "gpu_cache")
 OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
 """Keys of a method's YAML that make it that method. They cannot be changed under its name."""
 
-AT_TOP = (configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
+AT_TOP = (configs.LatencyConfig, SamplingConfig, TaskConfig)
 """Classes whose settings stand at the top of `conf/config.yaml`, not in a group."""
 
 
@@ -74,7 +74,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     kind = find(settings["kind"]) if "kind" in settings else Kind()
     times_steps = kind.table in ("latency", "capacity")
     latency = _repeated(configs.LatencyConfig, settings, counts=times_steps)
-    sampling = _repeated(configs.SamplingConfig, settings, counts=not times_steps)
+    sampling = _repeated(SamplingConfig, settings, counts=not times_steps)
     task = _task(settings)
     platform = _platform(settings, kind)
     model = _model(group(settings, "model"), platform.name, given)
@@ -167,12 +167,12 @@ def _repeated(cls: type[T], settings: Mapping[str, Any], *, counts: bool) -> T:
     return build(cls, own)
 
 
-def _task(settings: Mapping[str, Any]) -> configs.TaskConfig:
-    own = _at_top(configs.TaskConfig, settings)
+def _task(settings: Mapping[str, Any]) -> TaskConfig:
+    own = _at_top(TaskConfig, settings)
     metadata = own.get("metadata")
     if isinstance(metadata, Mapping):
         own["metadata"] = {name: value for name, value in metadata.items() if value is not None}
-    return build(configs.TaskConfig, own)
+    return build(TaskConfig, own)
 
 
 def _platform(settings: Mapping[str, Any], kind: Kind) -> configs.PlatformConfig:

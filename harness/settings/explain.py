@@ -19,6 +19,7 @@ from harness.settings import config as configs
 from harness.settings import own_method, schema
 from harness.settings.codecs import codec_names
 from harness.settings.schema import CONF_DIR, MOST, options
+from harness.settings.task_config import LEAST_PLACES, MOST_PLACES, SamplingConfig, TaskConfig
 
 WIDTH = 100
 BY_TYPE = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -35,7 +36,7 @@ NAMED = {
 """Ranges of the types of `harness.settings.schema` that a function checks."""
 OR_NULL = "; or null"
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-AT_TOP = (configs.RunConfig, configs.LatencyConfig, configs.SamplingConfig, configs.TaskConfig)
+AT_TOP = (configs.RunConfig, configs.LatencyConfig, SamplingConfig, TaskConfig)
 """The classes whose settings stand at the top of `conf/config.yaml`."""
 GROUPS = {
     "model": configs.ModelConfig,
@@ -63,7 +64,7 @@ OTHER_RANGES = {
     "metadata.max_seq_lengths": f"a list of different whole numbers{OR_NULL}",
     "metadata.num_sentences": f"a whole number, at least 0{OR_NULL}",
     "metadata.max_gen_toks": f"a whole number above 0{OR_NULL}",
-    "metadata.places": f"{configs.LEAST_PLACES} to {configs.MOST_PLACES}{OR_NULL}",
+    "metadata.places": f"{LEAST_PLACES} to {MOST_PLACES}{OR_NULL}",
     "sweep.share": f"K/N{OR_NULL}",
     "status": "true or false",
     "export": f"a file that ends with .zip, or a folder{OR_NULL}",

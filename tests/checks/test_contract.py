@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.checks.contract import CHECKS, MODELS, HostRun, Trial, judge, live_on_host
+from harness.checks.contract import CHECKS, MODELS, judge
+from harness.checks.two_ways import HostRun, Trial, live_on_host
 from harness.decode.links import EmulatedLink
 from harness.errors import UserError
 from harness.model.attach import attach

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from harness.checks.contract import CHECKS, Trial
+from harness.checks.contract import CHECKS
+from harness.checks.two_ways import Trial
 from harness.decode.links import EmulatedLink
 from harness.decode.session import LiveSession
 from harness.model.attach import attach

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checks.contract import open_replay
+from harness.checks.two_ways import open_replay
 from harness.errors import UserError
 from harness.model.budgets import TOLERANCE, code_width, expected_budget, with_budget_as_stored
 from harness.run.compose import load

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checks.contract import Trial, codec_rows_are_as_counted, judge
+from harness.checks.contract import codec_rows_are_as_counted, judge
+from harness.checks.two_ways import Trial
 from harness.model.attach import attach
 from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass

@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from harness.checks.contract import Trial, budget_is_its_closed_form, live_is_replay, open_replay, padded_is_alone
+from harness.checks.contract import budget_is_its_closed_form, live_is_replay, padded_is_alone
+from harness.checks.two_ways import Trial, open_replay
 from harness.errors import UserError
 from harness.model import dense_prompts
 from harness.model.attach import attach

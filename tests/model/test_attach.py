@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from harness.checks.contract import open_replay, token_batch
 from harness.checks.families import tiny_family
+from harness.checks.two_ways import open_replay, token_batch
 from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model import attach as checks

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.checks.contract import open_live, open_replay
+from harness.checks.two_ways import open_live, open_replay
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import attach
 from harness.model.calibration import calibrate

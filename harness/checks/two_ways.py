@@ -1,0 +1,290 @@
+"""Two ways to decode the same rows, which checks compare: `replay`, all rows at once, and `live`,
+one step at a time. Batches are random tokens, for tiny random models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.decode.links import Link
+from harness.decode.session import LiveSession
+from harness.model.attached import Attached
+from harness.model.budgets import resident_share
+from harness.model.policies import policies_of
+from harness.model.tiny import VOCAB_SIZE
+from harness.replay.session import ReplaySession
+from harness.replay.setup import Setup
+from methods.base import QueryRows, Selection
+from methods.evicting import EvictingState
+from methods.extras import (
+    why_replay_only,
+)
+
+STEPS = 10
+ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
+ROWS_OF_FIRST_CALL = (8, 3)
+"""Rows of even and odd sequences in the first of two calls; the second call has the others."""
+NUM_CALIBRATION_TOKENS = 256
+GPU_CACHE = 1.5  # times what a step reads
+LINK_BYTES_PER_S = 1e12  # of the emulated link: it costs no time
+TOLERANCE = 1e-4
+"""Allowed difference of logits: live and replay sum the same products in another order."""
+
+
+class NotAskedError(Exception):
+    """The check does not apply to the method: the message says why."""
+
+
+class Result(NamedTuple):
+    """logits [batch, 1 + steps, vocab]: of the prompt's last row and of each step. Shares:
+    `harness.model.budgets`."""
+
+    logits: Tensor
+    budget: float
+    device_frac: float
+    resident_frac: float
+
+
+def token_batch(
+    prompts: tuple[int, ...], steps: int = STEPS, seed: int = 0, *, only: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Random token ids [batch, longest prompt + steps], prompts padded on the left, and a mask of
+    the real tokens.
+
+    only: return this sequence alone, without padding.
+    """
+    longest = max(prompts)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB_SIZE, (len(prompts), longest + steps), generator=generator)
+    real = torch.arange(longest + steps) >= longest - torch.tensor(prompts)[:, None]
+    if only is not None:
+        columns = slice(longest - prompts[only], None)
+        return ids[only : only + 1, columns], real[only : only + 1, columns]
+    return ids, real
+
+
+def batch_on(device: torch.device, *args: Any, **chosen: Any) -> tuple[Tensor, Tensor]:
+    """`token_batch` on a device."""
+    ids, real = token_batch(*args, **chosen)
+    return ids.to(device), real.to(device)
+
+
+def open_replay(
+    attached: Attached, setup: Setup, real: Tensor, more_columns: int = 0, **options: Any
+) -> ReplaySession:
+    """A replay session for a batch of `token_batch`; options: of `ReplaySession`."""
+    options |= {"codec": setup.codec, "calibration": setup.calibration}
+    num_columns = real.shape[1] + more_columns
+    return ReplaySession(
+        attached, setup.method, final_lengths=real.sum(-1), num_columns=num_columns, **options
+    )
+
+
+def replay(
+    attached: Attached,
+    setup: Setup,
+    prompts: tuple[int, ...],
+    prefill_len: int | None = None,
+    steps: int = STEPS,
+    seed: int = 0,
+    only: int | None = None,
+    **options: Any,
+) -> Result:
+    """Teacher-forced decoding of all rows at once.
+
+    prefill_len: columns of the prompt, by default the longest prompt. steps, seed, only: as in
+    `token_batch`. options: of `ReplaySession`.
+    """
+    ids, real = batch_on(attached.device, prompts, steps, seed, only=only)
+    columns = prefill_len or ids.shape[1] - steps
+    session = open_replay(attached, setup, real, **options)
+    last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
+    rows = session.decode(ids[:, columns:], real[:, columns:])
+    return result(session, torch.cat([last, rows], 1))
+
+
+def result(session: ReplaySession, hidden: Tensor) -> Result:
+    """Of the hidden states of all rows, [batch, 1 + steps, hidden]."""
+    reads = session.reads
+    return Result(
+        session.attached.logits(hidden), reads.budget, reads.device_frac, reads.resident_frac
+    )
+
+
+def replay_in_turns(
+    attached: Attached, setup: Setup, prompts: tuple[int, ...], seed: int = 0
+) -> Result:
+    """`replay` in two calls, in which the sequences have unequal numbers of rows, padded behind."""
+    ids, real = batch_on(attached.device, prompts, seed=seed)
+    columns = ids.shape[1] - STEPS
+    is_odd = torch.arange(len(ids), device=ids.device) % 2
+    num_first = torch.tensor(ROWS_OF_FIRST_CALL, device=ids.device)[is_odd]
+    session = open_replay(attached, setup, real, more_columns=STEPS)
+    last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
+    hidden = [[own] for own in last]  # by sequence
+    calls = ((torch.zeros_like(num_first), num_first), (num_first, STEPS - num_first))
+    for begin, count in calls:
+        rows = torch.arange(int(count.max()), device=ids.device)
+        index = (columns + begin[:, None] + rows).clamp(max=ids.shape[1] - 1)
+        valid = rows < count[:, None]
+        decoded = session.decode(ids.gather(1, index), valid)
+        for sequence in range(len(ids)):
+            hidden[sequence].append(decoded[sequence][valid[sequence]])
+    return result(session, torch.stack([torch.cat(part) for part in hidden]))
+
+
+def open_live(attached: Attached, setup: Setup, steps: int = STEPS, **options: Any) -> LiveSession:
+    """A live session; options: of `LiveSession`."""
+    options |= {"codec": setup.codec, "calibration": setup.calibration}
+    return LiveSession(attached, setup.method, max_new_tokens=steps, **options)
+
+
+def force(
+    session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS, **chosen: Any
+) -> Tensor:
+    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]. chosen: of
+    `token_batch`."""
+    ids, real = batch_on(session.attached.device, prompts, steps, **chosen)
+    columns = ids.shape[1] - steps
+    logits = [session.prefill(ids[:, :columns], real[:, :columns])]
+    for step in range(steps):
+        logits.append(session.decode_step(ids[:, columns + step]))
+    return torch.stack(logits, 1)
+
+
+def live(
+    attached: Attached,
+    setup: Setup,
+    prompts: tuple[int, ...],
+    steps: int = STEPS,
+    seed: int = 0,
+    only: int | None = None,
+    **options: Any,
+) -> Result:
+    """The rows of `replay` one step at a time; options: of `LiveSession`."""
+    with closing(open_live(attached, setup, steps, **options)) as session:
+        return result_of(session, force(session, prompts, steps, seed=seed, only=only))
+
+
+def result_of(session: LiveSession, logits: Tensor) -> Result:
+    """Logits and shares of a session that is not yet closed."""
+    final, dense_layers = session.batch.lengths.final, session.method.dense_layers
+    share = next(iter(session.shares.values()))
+    resident = resident_share(
+        session.states, session.codec, final, dense_layers, session.attached.geometry, share.rooms
+    )
+    return Result(logits, session.reads.budget, session.reads.device_frac, float(resident.mean()))
+
+
+class HostRun(NamedTuple):
+    """A run in host placement. Bytes that crossed the link in its steps, and those of the selected
+    rows and the dense layers. miscounted: largest difference in tokens between a selection's
+    `num_read` and its mask."""
+
+    result: Result
+    crossed: int
+    expected: int
+    miscounted: float
+
+
+def live_on_host(trial: Trial) -> HostRun:
+    """`live` in host placement, listening to the selections."""
+    attached, method, prompts = trial.attached, trial.setup.method, trial.prompts
+    num_kv_heads, columns = attached.geometry.num_kv_heads, max(prompts)
+    ids, real = batch_on(attached.device, prompts, seed=trial.seed)
+    selected: Counter[int] = Counter()  # by layer, rows of one token and KV head each
+    miscounted = 0.0
+
+    def listening(
+        select: Callable[[int, QueryRows], Selection], evicts: bool
+    ) -> Callable[[int, QueryRows], Selection]:
+        def listen(layer: int, rows: QueryRows) -> Selection:
+            nonlocal miscounted
+            selection = select(layer, rows)
+            mask = rows.visible() if selection.mask is None else selection.mask
+            # The own slot is the last. [batch, num_kv_heads or 1, rows]
+            read = mask[..., :-1].sum(-1).double()
+            crosses = int(read.sum())
+            if selection.mask is None and not evicts:  # as in a dense layer: padding crosses too
+                crosses = read.numel() * (mask.shape[-1] - 1)
+            selected[layer] += crosses * (num_kv_heads // mask.shape[1])
+            miscounted = max(miscounted, float((read.mean(1) - selection.num_read).abs().max()))
+            return selection
+
+        return listen
+
+    with closing(open_live(attached, trial.setup, placement="host", link=trial.link)) as session:
+        logits = [session.prefill(ids[:, :columns], real[:, :columns])]
+        for state in session.states:
+            listen = listening(state.select, isinstance(state, EvictingState))
+            state.select = listen  # type: ignore[method-assign, assignment]
+        for step in range(STEPS):
+            logits.append(session.decode_step(ids[:, columns + step]))
+        decoded = result_of(session, torch.stack(logits, 1))
+        crossed = session.h2d_bytes
+        slot_bytes = [store.slot_bytes for store in session.stores]
+    every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
+    expected = 0
+    for layer, of_slot in enumerate(slot_bytes):
+        reads_all = method.reads_all or layer < method.dense_layers
+        expected += of_slot * (every if reads_all else selected[layer])
+    return HostRun(decoded, crossed, expected, miscounted)
+
+
+@dataclass
+class Trial:
+    """A method on a batch of prompts of these lengths, drawn by `seed`. Runs that several checks
+    need are made once."""
+
+    attached: Attached
+    link: Link
+    setup: Setup
+    prompts: tuple[int, ...]
+    seed: int = 0
+
+    @cached_property
+    def replayed(self) -> Result:
+        return self.replay()
+
+    @cached_property
+    def on_device(self) -> Result:
+        self.require_live()
+        return self.live()
+
+    @cached_property
+    def on_host(self) -> HostRun:
+        return live_on_host(self)
+
+    def replay(self, **options: Any) -> Result:
+        return replay(self.attached, self.setup, self.prompts, seed=self.seed, **options)
+
+    def live(self, **options: Any) -> Result:
+        return live(self.attached, self.setup, self.prompts, seed=self.seed, **options)
+
+    def require_all_coded(self) -> None:
+        if self.setup.codec is not None and self.setup.codec.residual:
+            raise NotAskedError("the codec leaves the last tokens exact, which cross no link")
+
+    def require_live(self) -> None:
+        why = why_replay_only(self.setup.method)
+        if why is not None:
+            raise NotAskedError(why)
+
+    def require_host(self) -> None:
+        self.require_live()
+        policies = policies_of(self.attached, self.setup.method)
+        if any(policy.when == "true_scores" for policy in policies):
+            raise NotAskedError("selects by the true scores of all keys, which lie behind no link")
+
+
+def largest_difference(got: Tensor, expected: Tensor) -> float:
+    """Largest difference of two tensors of one shape; NaN if one of them holds NaN."""
+    assert got.shape == expected.shape
+    return float((got - expected).abs().max())
