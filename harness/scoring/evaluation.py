@@ -30,7 +30,7 @@ from harness.model.attach import attach
 from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
 from harness.replay.setup import prepare
-from harness.scoring.answers import Request, Score, Written, generate, score
+from harness.scoring.answers import Request, Score, score
 from harness.scoring.lm import Prefill, ReplayLM
 from harness.scoring.metrics import (
     ByQuestion,
@@ -48,6 +48,7 @@ from harness.scoring.metrics import (
 )
 from harness.scoring.progress import bar, say
 from harness.scoring.question import QuestionFinder
+from harness.scoring.writing import Written, generate
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from harness.settings.task_config import GENERATED_TASKS, REASONING_TASKS

@@ -27,8 +27,9 @@ from harness.data.needles import needle_of
 from harness.errors import UserError
 from harness.model.generation import GenerationRule, Settings
 from harness.model.load import LoadedModel
-from harness.scoring.answers import Document, NeedleRead, Request, Score, Written
+from harness.scoring.answers import Document, NeedleRead, Request, Score
 from harness.scoring.question import QuestionFinder
+from harness.scoring.writing import Written
 from harness.settings.task_config import GREEDY, Sampling, SamplingConfig
 
 MAX_GEN_TOKS = 256

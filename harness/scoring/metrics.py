@@ -18,8 +18,9 @@ from harness.data.needles import needle_of
 from harness.data.ruler import facts
 from harness.errors import shortened
 from harness.results.samples import clustered_stderr
-from harness.scoring.answers import Document, NeedleRead, Request, Written
+from harness.scoring.answers import Document, NeedleRead, Request
 from harness.scoring.question import QuestionFinder
+from harness.scoring.writing import Written
 
 NO_FILTER = "none"
 GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"

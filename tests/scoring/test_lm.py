@@ -18,10 +18,11 @@ from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.replay.session import ReplaySession
 from harness.run.compose import load
 from harness.scoring import answers
-from harness.scoring.answers import Request, Score, Written, generate, score
+from harness.scoring.answers import Request, Score, score
 from harness.scoring.evaluation import ReplayEngine, decode_rows
 from harness.scoring.lm import Prefill, ReplayLM
 from harness.scoring.question import QuestionFinder
+from harness.scoring.writing import Written, generate
 from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
 from tests.cases import CASES
 from tests.living import endless, open_live, setup_of, tiny

@@ -16,8 +16,9 @@ from harness.model.dense_prompts import DensePrompts
 from harness.results.samples import clustered_stderr
 from harness.run.cli import main
 from harness.run.compose import load
-from harness.scoring.answers import Request, generate
+from harness.scoring.answers import Request
 from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, ReplayEngine, decode_rows, run_turns
+from harness.scoring.writing import generate
 from harness.settings.task_config import SamplingConfig
 from methods.full import Full
 from methods.h2o import H2O
