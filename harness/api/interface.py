@@ -81,9 +81,9 @@ def load(
         wrong.
     """
     if not isinstance(model, str | Path):
-        _require_model(model)
+        require_model(model)
         return Model(Resources(loaded=from_memory(model, tokenizer)), settings)
-    _require_no_tokenizer(tokenizer)
+    require_no_tokenizer(tokenizer)
     _refuse_given(settings, SOURCES, f"the model is {model!s} here")
     resources = Resources()
     chosen = Model(resources, _source(str(model)) | settings)
@@ -128,7 +128,7 @@ def _of_model(settings: Mapping[str, Any]) -> list[str]:
     return [name for name in settings if name.partition(".")[0] == "model"]
 
 
-def _with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """A function's own settings, but None, and those it was given; UserError where both name
     one."""
     own = {name: value for name, value in sets.items() if value is not None}
@@ -230,7 +230,7 @@ class Model:
         Returns:
             Text, TTFT, TPOT, tokens/s and bytes over the link, which `print` shows.
         """
-        settings = _with_given({"experiment": "generate", "prompt": prompt}, settings)
+        settings = with_given({"experiment": "generate", "prompt": prompt}, settings)
         prompt = settings.get("prompt")
         if not isinstance(prompt, str):
             raise UserError(f"prompt={prompt!r}: must be text")
@@ -282,7 +282,7 @@ class Model:
         config = self.configured(
             method=method,
             budget=budget,
-            **_with_given({"experiment": "generate", "prompt": context}, settings),
+            **with_given({"experiment": "generate", "prompt": context}, settings),
         )
         with users_faults(config), quietly(quiet):
             loaded = self.resources.model(config.model)
@@ -349,7 +349,7 @@ class Model:
         refusals: list[UserError] = []
         runs = []
         for method in _names("methods", methods):
-            settings_of_run = _with_given({"method": method, **run}, settings)
+            settings_of_run = with_given({"method": method, **run}, settings)
             config = self.configured(budget=budget, **settings_of_run)
             runs.append(Run.of(config, self.resources))
         self.resources.shares_prompts = sum(not todo.is_finished() for todo in runs) > 1
@@ -456,13 +456,13 @@ def attach(
     _require_count("prefill_len", prefill_len)
     with ExitStack() as stack:
         if isinstance(model, Model):
-            _require_no_tokenizer(tokenizer)
+            require_no_tokenizer(tokenizer)
             attached = stack.enter_context(attach_decoder(model.loaded.model))
         else:
-            _require_model(model)
+            require_model(model)
             attached = stack.enter_context(attach_decoder(model))
             model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
-        settings = _with_given({"experiment": "generate", "prompt": "-"}, settings)
+        settings = with_given({"experiment": "generate", "prompt": "-"}, settings)
         config = model.configured(method=method, budget=budget, **settings)
         loaded, platform = model.loaded, config.platform
         needs_tokenizer = (
@@ -471,7 +471,7 @@ def attach(
             or config.budget_is_measured
         )
         if needs_tokenizer and loaded.reader is None:
-            loaded.tokenizer = _tokenizer_of(loaded, method)
+            loaded.tokenizer = tokenizer_of(loaded, method)
         stack.enter_context(stated_memory(platform.host_gib))
         stack.enter_context(compute_threads(attached.device))
         chosen, budget = config.method, config.budget
@@ -514,14 +514,14 @@ def _require_count(name: str, value: object) -> None:
         raise UserError(f"{name}={value!r}: allowed: a number of tokens, 1 or more, or None")
 
 
-def _require_no_tokenizer(tokenizer: object) -> None:
+def require_no_tokenizer(tokenizer: object) -> None:
     """Raise UserError for a tokenizer that is given beside a model which has its own."""
     if tokenizer is not None:
         given = type(tokenizer).__name__ if not isinstance(tokenizer, str) else tokenizer
         raise UserError(f"tokenizer={given}: the model has its own; leave it out")
 
 
-def _require_model(model: object) -> None:
+def require_model(model: object) -> None:
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -530,7 +530,7 @@ def _require_model(model: object) -> None:
         raise UserError(f"model={given}: no model; allowed: {allowed}")
 
 
-def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
+def tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
@@ -586,12 +586,12 @@ def lm(
         if theirs is not None:
             raise UserError(f"{name}={value}: lm-eval decides it, by {theirs}; leave it out")
     if isinstance(model, Model):
-        _require_no_tokenizer(tokenizer)
+        require_no_tokenizer(tokenizer)
     else:
         model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
-    settings = _with_given({"experiment": "tasks"}, settings)
+    settings = with_given({"experiment": "tasks"}, settings)
     config = model.configured(method=method, budget=budget, **settings)
     loaded = model.loaded
     if loaded.tokenizer is None:
-        loaded.tokenizer = _tokenizer_of(loaded, method)
+        loaded.tokenizer = tokenizer_of(loaded, method)
     return MethodLM(config, loaded)

@@ -1,5 +1,5 @@
-"""Answers through replay: scores of continuations, and prompts that answers share. Each piece of work
-is done once.
+"""Scores of continuations through replay, and the prompts that answers share. Each piece of work is
+done once.
 
 prompt   ids[:prefill_len]         dense, once per distinct prompt
   branch   equal rows that follow    decoded once per question, counted as often as requests share
@@ -404,6 +404,3 @@ def _read_off(
             needle = needle_read(requests[index], of_rows[:, -len(total) :])
         scores[index] = Score(float(total.sum()), bool(same.all()), needle)
     return scores
-
-
-# Texts

@@ -1,5 +1,5 @@
-"""Texts through replay: the answers of a generated task, written side by side. Prompts are shared as
-in `harness.scoring.answers`."""
+"""Texts through replay: the answers of a generated task, written side by side. They share prompts
+as in `harness.scoring.answers`."""
 
 from __future__ import annotations
 
