@@ -13,7 +13,8 @@ line.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.api.interface import Model, attach, frame, lm, load
+    from harness.api.attaching import attach, lm
+    from harness.api.interface import Model, frame, load
 
 __all__ = ["Model", "attach", "frame", "lm", "load"]
 
@@ -23,6 +24,6 @@ def __getattr__(name: str) -> Any:
     command line does late."""
     if name not in __all__:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
-    from harness.api import interface
+    from harness.api import attaching, interface
 
-    return getattr(interface, name)
+    return getattr(attaching if name in ("attach", "lm") else interface, name)
