@@ -26,7 +26,7 @@ from lm_eval.utils import simple_parse_args_string
 
 from harness.api import interface
 from harness.api.method_lm import MethodLM
-from harness.data.tasks import COMPLAINTS
+from harness.data.task_plan import COMPLAINTS
 from harness.errors import (
     BUG,
     USERS,

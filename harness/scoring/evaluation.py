@@ -24,7 +24,8 @@ from lm_eval.evaluator import evaluate
 
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS
-from harness.data.tasks import COMPLAINTS, FEWSHOT_SEED, load_suite
+from harness.data.task_plan import COMPLAINTS
+from harness.data.tasks import FEWSHOT_SEED, load_suite
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.budgets import ReadStats

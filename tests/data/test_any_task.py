@@ -17,8 +17,10 @@ import yaml
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
+from harness.data import task_plan
 from harness.data import tasks as lm_tasks
-from harness.data.tasks import load_suite, plan
+from harness.data.task_plan import plan
+from harness.data.tasks import load_suite
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.results import inputs
@@ -88,18 +90,18 @@ def stock(config: RunConfig, loaded: LoadedModel, **options) -> dict[str, Any]:
 
 def test_the_index_is_made_once_and_a_damaged_one_anew(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(lm_tasks, "location", lambda: folder)
-    found = lm_tasks.packaged()
+    monkeypatch.setattr(task_plan, "location", lambda: folder)
+    found = task_plan.packaged()
     assert set(found) == {"toy_colours", "toy_shapes", "toy_sums", "toy", "toy_tag"}
     assert (found["toy"].kind.name, found["toy_tag"].tags) == ("GROUP", {"toy_colours", "toy_shapes"})
     (note,) = (tmp_path / "cache" / "tasks").iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(lm_tasks, "_index", refuse)
-        assert lm_tasks.packaged() == found
+        patch.setattr(task_plan, "_index", refuse)
+        assert task_plan.packaged() == found
     note.write_text('{"toy": ["GROUP"]}')
-    assert lm_tasks.packaged() == found and len(json.loads(note.read_text())) == len(found)
-    monkeypatch.setattr(lm_tasks, "version", lambda: "0.0.0")
-    assert lm_tasks.packaged() == found
+    assert task_plan.packaged() == found and len(json.loads(note.read_text())) == len(found)
+    monkeypatch.setattr(task_plan, "version", lambda: "0.0.0")
+    assert task_plan.packaged() == found
     assert len(list(note.parent.iterdir())) == 2, "another version has an index of its own"
 
 
@@ -542,7 +544,7 @@ def test_what_decides_a_tasks_numbers_is_in_its_digest(folder, root, tmp_path, m
     assert {name for name, digest in digests().items() if digest != first[name]} == {"toy_shapes"}
     (folder / "notes.py").write_text("# beside the YAML\n")
     assert digests()["include_path"] != first["include_path"]
-    packaged = lm_tasks.packaged()
-    monkeypatch.setattr(lm_tasks, "packaged", lambda: packaged)
-    monkeypatch.setattr(lm_tasks, "version", lambda: "0.0.0")
+    packaged = task_plan.packaged()
+    monkeypatch.setattr(task_plan, "packaged", lambda: packaged)
+    monkeypatch.setattr(task_plan, "version", lambda: "0.0.0")
     assert digests()["toy_colours"] != first["toy_colours"], "lm-eval's version"

@@ -18,7 +18,8 @@ from harness.data import ruler, ruler_package
 from harness.data.needles import needle_of
 from harness.data.ruler import MARKERS, ONE_NEEDLE, facts
 from harness.data.ruler_package import INSTALL, NAMES, QUESTIONS, make
-from harness.data.tasks import load_suite, plan
+from harness.data.task_plan import plan
+from harness.data.tasks import load_suite
 from harness.errors import UserError
 from harness.results.inputs import tasks as identity
 from harness.run.compose import load
