@@ -102,7 +102,7 @@ KINDS = {
     "analysis": Kind(
         depends_on=(*TEXTS, "analysis"),
         table="analysis",
-        code=("paper/analysis.py",),
+        code=("paper/analysis.py", "paper/observed.py"),
     ),
 }
 

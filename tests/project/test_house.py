@@ -170,7 +170,7 @@ METHODS = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")}
 METHODS -= {"full", "oracle", "oracle-infinigen", "oracle-sampled", "random", *codec_names()}
 """Names that stand for a method alone: tables compare with the oracles, weights and texts may be `random`, and codecs
 are settings."""
-LISTS_OF_METHODS = ("api/interface.py", "settings/systems.py", "checks/families.py", "paper/", "report/")
+LISTS_OF_METHODS = ("api/", "settings/systems.py", "checks/families.py", "paper/", "report/")
 """Defaults of the Python interface, systems of speed runs, the check of families, and the paper's analyses."""
 
 
