@@ -18,18 +18,13 @@ can be repeated.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, make_dataclass
 from fractions import Fraction
 from functools import cache
-from importlib import metadata
-from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,61 +41,31 @@ from methods.base import (
     require,
 )
 from methods.extras import NeedsInputs
+from methods.presses import (
+    ATTENTIONS,
+    KEYS_AND_VALUES,
+    PACKAGE,
+    REFUSED,
+    SHARING,
+    USING_OUTPUT,
+    ByNumber,
+    Part,
+    PressedSequence,
+    allowed,
+    gives_scores,
+    lent,
+    loads_more,
+    of_sequence,
+    parameters_of,
+    presses_installed,
+    query_of,
+    repeatable,
+    version_installed,
+    wrapping,
+    wraps_another,
+)
 from methods.prompt_evicting import EvictingOnce, PromptEvictingState
 
-PACKAGE = "kvpress"
-INSTALL = "pip install --no-deps kvpress==0.5.5 cachetools fire termcolor"
-"""kvpress asks for transformers < 5.3, and works as it is used here with later versions."""
-
-KEYS_AND_VALUES = {
-    "CURPress",
-    "KeyDiffPress",
-    "KnormPress",
-    "LagKVPress",
-    "RandomPress",
-    "StreamingLLMPress",
-}
-"""Presses that score by keys and values alone, so that they go with any model."""
-ATTENTIONS = {"ObservedAttentionPress"}
-"""Presses that need the attention weights of all rows of the prompt, but no module."""
-SHARING = {"AdaKVPress", "CriticalAdaKVPress"}
-"""Presses that let the KV heads of a layer share its budget, and name the evicted tokens on the
-module."""
-MOVING = {"BlockPress", "ChunkPress", "EntropyGatedChunkKVPress"}
-"""Presses that choose by another press's scores in a way of their own, and return the keys that
-stay."""
-USING_OUTPUT = {"CriticalKVPress", "CriticalAdaKVPress"}
-"""Presses that read the weights of the module's output projection."""
-REFUSED = {
-    **dict.fromkeys(("BasePress", "ScorerPress"), "is the base of other presses"),
-    "CAMPress": "merges values of tokens during decoding, and here a press evicts after the prompt",
-    "ChunkKVPress": "keeps whole chunks of unequal lengths, so its data decide how many tokens it "
-    "keeps; kvpress:EntropyGatedChunkKVPress:... keeps a fixed number",
-    "ComposedPress": "runs several presses one after another; choose one of them",
-    "CompressionRatioDecodingPress": "evicts during decoding, and here a press evicts after the "
-    "prompt",
-    "DMSPress": "keeps what is above a threshold, so its data decide how many tokens it keeps",
-    "DecodingPress": "evicts during decoding, and here a press evicts after the prompt",
-    "DuoAttentionPress": "needs patterns of heads from the network; method=duo measures them",
-    "ExpectedAttentionStatsPress": "needs statistics of the model's queries from the hub",
-    "FastKVzipPress": "needs trained gates from the hub",
-    "FinchPress": "needs a mark between context and question in the prompt",
-    "KVComposePress": "runs the model over the prompt again by itself",
-    "KVgradPress": "runs the model over the prompt again by itself, with gradients",
-    "KVzapPress": "needs a trained model from the hub",
-    "KVzipPress": "runs the model over the prompt again by itself; method=kvzip does so here",
-    "KeyRerotationPress": "changes the keys of tokens that stay",
-    "LUKVPress": "needs curves of budgets from the network",
-    "MergingPress": "changes the values of tokens that stay",
-    "PerLayerCompressionPress": "has a ratio for each layer instead of one size",
-    "PrefillDecodingPress": "evicts during decoding, and here a press evicts after the prompt",
-    "QFilterPress": "needs trained filters from the hub",
-    "RestoreKVPress": "needs trained weights from the hub",
-    "SimLayerKVPress": "keeps all tokens of some layers, so its data decide how many tokens it "
-    "keeps",
-    "ThinKPress": "removes channels of keys, and no token",
-}  # fmt: skip
-"""Presses that are no method here, and why."""
 FROM_ZERO = ("sink", "seed")
 """Words in the names of whole numbers that may be 0."""
 SAME_QUERY = 0.999
@@ -118,37 +83,36 @@ def press_class(choice: str) -> type[KvPress]:
     ValueError for a press that does not exist, that cannot be a method, or that lacks a press to
     wrap, and without kvpress.
     """
-    presses = _presses()
+    presses = presses_installed()
     names = choice.split(":")
     unknown = [name for name in names if name not in presses and name not in REFUSED]
     if unknown:
-        raise ValueError(
-            f"kvpress {_version()} has no press {unknown[0]}; allowed: {', '.join(allowed())}"
-        )
+        version, names_allowed = version_installed(), ", ".join(allowed())
+        raise ValueError(f"kvpress {version} has no press {unknown[0]}; allowed: {names_allowed}")
     for name in names:
         if name in REFUSED:
             raise ValueError(f"{name} {REFUSED[name]}")
     *wrappers, last = names
     for name in wrappers:
-        if not _wraps(presses[name]):
+        if not wraps_another(presses[name]):
             raise ValueError(
-                f"{name} wraps no other press; allowed before `:`: {', '.join(_wrapping())}"
+                f"{name} wraps no other press; allowed before `:`: {', '.join(wrapping())}"
             )
     for name in wrappers[1:]:
-        if not _scores(presses[name]):
+        if not gives_scores(presses[name]):
             raise ValueError(f"{name} gives no scores, so that no other press wraps it")
-    if _wraps(presses[last]):
+    if wraps_another(presses[last]):
         raise ValueError(f"{last} wraps another press; name it, as in kvpress:{choice}:SnapKVPress")
-    if not _scores(presses[last]) or _loads(presses[last]):
+    if not gives_scores(presses[last]) or loads_more(presses[last]):
         raise ValueError(
             f"{last} gives no scores, or needs more than the model; allowed: {', '.join(allowed())}"
         )
 
-    parts: list[_Part] = []
+    parts: list[Part] = []
     settings: dict[str, tuple[Any, Any]] = {}
     for name in names:
         own = []
-        for parameter, (hint, default) in _parameters(presses[name]).items():
+        for parameter, (hint, default) in parameters_of(presses[name]).items():
             setting = parameter
             while (
                 setting in settings
@@ -156,7 +120,7 @@ def press_class(choice: str) -> type[KvPress]:
                 setting = f"press_{setting}"
             settings[setting] = hint, default
             own.append((parameter, setting))
-        parts.append(_Part(presses[name], tuple(own)))
+        parts.append(Part(presses[name], tuple(own)))
     titles = [name.removesuffix("Press") for name in names]
     namespace = {
         "__module__": __name__,
@@ -164,9 +128,9 @@ def press_class(choice: str) -> type[KvPress]:
         "name": f"{PACKAGE}:{choice}",
         "title": f"{PACKAGE}: {' of '.join(titles)}",
         "parts": tuple(parts),
-        "state": ScoringState if _scores(presses[names[0]]) else ChoosingState,
+        "state": ScoringState if gives_scores(presses[names[0]]) else ChoosingState,
     }
-    made = [("version", str, field(default=_version()))]
+    made = [("version", str, field(default=version_installed()))]
     made += [(name, hint, field(default=default)) for name, (hint, default) in settings.items()]
     needs_inputs = len(parts) > 1 or last not in KEYS_AND_VALUES | ATTENTIONS
     bases = (KvPress, NeedsInputs) if needs_inputs else (KvPress,)
@@ -182,86 +146,6 @@ def __getattr__(name: str) -> type[KvPress]:
     return press_class(name)
 
 
-def allowed() -> list[str]:
-    """The names of presses that can be methods, those that wrap another one included."""
-    presses = _presses()
-    scoring = [name for name, cls in presses.items() if _scores(cls) and not _loads(cls)]
-    return sorted({*scoring, *_wrapping()} - REFUSED.keys())
-
-
-class _Part(NamedTuple):
-    """A press of a choice. settings: its parameters, each with the method's setting for it."""
-
-    cls: type
-    settings: tuple[tuple[str, str], ...]
-
-
-@cache
-def _presses() -> dict[str, type]:
-    """The presses of the installed kvpress by name. Raises ValueError where it cannot be
-    imported."""
-    try:
-        package = _imported()
-        _version()
-    except ImportError as error:
-        missing = error.name or PACKAGE
-        raise ValueError(
-            f"needs the Python package {missing}, which is not installed: {INSTALL}"
-        ) from error
-    classes = {name: cls for name, cls in vars(package).items() if inspect.isclass(cls)}
-    return {name: cls for name, cls in classes.items() if issubclass(cls, package.BasePress)}
-
-
-def _imported() -> ModuleType:
-    """kvpress, without what its import does to transformers: it wraps every attention function, so
-    that keys are masked which a press has marked on a module. Nothing here attends by them, and a
-    wrapped one writes to every module."""
-    if PACKAGE in sys.modules:  # the user's own import stays as it is
-        return importlib.import_module(PACKAGE)
-    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-    before = dict(functions.items())
-    package = importlib.import_module(PACKAGE)
-    for name, function in before.items():
-        if functions[name] is not function:
-            del functions[name]  # the wrapper, which hides the registered function
-        if functions.get(name) is not function:
-            functions[name] = function
-    return package
-
-
-@cache
-def _version() -> str:
-    return metadata.version(PACKAGE)
-
-
-def _scores(cls: type) -> bool:
-    return issubclass(cls, _presses()["ScorerPress"])
-
-
-def _loads(cls: type) -> bool:
-    """True if the press takes more from a model than its layers, such as weights of its own from
-    the hub."""
-    return cls.post_init_from_model is not _presses()["BasePress"].post_init_from_model  # type: ignore[attr-defined]
-
-
-def _wraps(cls: type) -> bool:
-    return cls.__name__ in SHARING | MOVING | USING_OUTPUT
-
-
-def _wrapping() -> list[str]:
-    return [name for name, cls in _presses().items() if _wraps(cls)]
-
-
-def _parameters(cls: type) -> dict[str, tuple[Any, Any]]:
-    """The settings of a press: type and default by name. Its ratio and the press that it wraps are
-    none of them."""
-    found = {}
-    for name, parameter in inspect.signature(cls, eval_str=True).parameters.items():
-        if name not in ("compression_ratio", "press") and not name.startswith("_"):
-            found[name] = parameter.annotation, parameter.default
-    return found
-
-
 # The method
 
 
@@ -274,12 +158,17 @@ class KvPress(EvictingOnce):
     """
 
     name: ClassVar[str]
-    parts: ClassVar[tuple[_Part, ...]]
+    parts: ClassVar[tuple[Part, ...]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         version: str = self.version  # type: ignore[attr-defined]
-        require(version == _version(), "version", version, f"{_version()}, which is installed")
+        require(
+            version == version_installed(),
+            "version",
+            version,
+            f"{version_installed()}, which is installed",
+        )
         for part in self.parts:
             for parameter, setting in part.settings:
                 self._check_range(parameter, setting)
@@ -340,7 +229,7 @@ class KvPress(EvictingOnce):
         if self.inner in KEYS_AND_VALUES | ATTENTIONS:
             return
         try:
-            made = _query_of(inputs)
+            made = query_of(inputs)
             alike = made.shape == query.shape and float(
                 cosine_similarity(made, query.float(), dim=-1).min()
             )
@@ -389,7 +278,7 @@ class KvPress(EvictingOnce):
 
 
 @cache
-def _made(name: str, parts: tuple[_Part, ...], settings: tuple[tuple[str, Any], ...]) -> Any:
+def _made(name: str, parts: tuple[Part, ...], settings: tuple[tuple[str, Any], ...]) -> Any:
     """The press of a method, the innermost part made first. Cached, since making one may warn."""
     values = dict(settings)
     press = None
@@ -402,49 +291,11 @@ def _made(name: str, parts: tuple[_Part, ...], settings: tuple[tuple[str, Any], 
     return press
 
 
-def _query_of(inputs: LayerInputs) -> Tensor:
-    """The queries that presses make of a module's input, after positions, fp32."""
-    utils = importlib.import_module(f"{PACKAGE}.utils")
-    query = utils.get_prerope_query_states(inputs.module, inputs.hidden).float()
-    if inputs.position_embeddings is None:
-        raise ValueError("it is given no position embeddings")
-    cos, sin = (part.float().unsqueeze(1) for part in inputs.position_embeddings)
-    half = query.shape[-1] // 2
-    turned = torch.cat((-query[..., half:], query[..., :half]), -1)
-    return query * cos + turned * sin
-
-
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 # The states
-
-
-class PressedSequence(NamedTuple):
-    """One sequence of a batch in a layer, without its padding: what a press is asked about.
-
-    at: the sequence; first: the column of its first token. inputs: of the layer's module; None
-    where it is not needed. keys, values: [1, num_kv_heads, tokens, head_dim]. attentions: [1,
-    heads, tokens, tokens]; None likewise.
-    """
-
-    layer: int
-    at: int
-    first: int
-    inputs: LayerInputs | None
-    keys: Tensor
-    values: Tensor
-    attentions: Tensor | None
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """As `score` and `compress` of a press take them."""
-        if self.inputs is None:
-            return None, None, self.keys, self.values, self.attentions, {}
-        module, hidden, embeddings, _ = self.inputs
-        kwargs = {"hidden_states": hidden, "position_embeddings": embeddings}
-        return module, hidden, self.keys, self.values, self.attentions, kwargs
 
 
 class PressState(PromptEvictingState):
@@ -471,7 +322,7 @@ class PressState(PromptEvictingState):
                 attentions = self._attentions(layer, query[at : at + 1, :, first:], keys)
             self.press.compression_ratio = self.method.ratio(length)
             inputs = (
-                None if rows.inputs is None else _of_sequence(rows.inputs, at, first, key.device)
+                None if rows.inputs is None else of_sequence(rows.inputs, at, first, key.device)
             )
             yield PressedSequence(layer, at, first, inputs, keys, values, attentions)
 
@@ -488,7 +339,7 @@ class PressState(PromptEvictingState):
         """What the press returns, or with `masked_key_indices` what it marks on the module. Raises
         ValueError in one line where it fails."""
         try:
-            with _lent(sequence.inputs), _repeatable(sequence.layer, sequence.keys.device):
+            with lent(sequence.inputs), repeatable(sequence.layer, sequence.keys.device):
                 returned = ask(*sequence.arguments)
                 if sequence.inputs is None or self.method.outer not in SHARING:
                     return returned
@@ -564,7 +415,7 @@ class ChoosingState(PressState):
         keys, values = sequence.keys, sequence.values
         numbers = torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device)
         numbers = numbers[:, None].expand_as(keys).contiguous()
-        wrapped, self.press.press = self.press.press, _ByNumber(self.press.press, keys, values)
+        wrapped, self.press.press = self.press.press, ByNumber(self.press.press, keys, values)
         try:
             moved, _ = self.asked(
                 self.press.compress, sequence._replace(keys=numbers, values=numbers)
@@ -573,71 +424,3 @@ class ChoosingState(PressState):
             self.press.press = wrapped
         evicted = torch.ones(keys.shape[1:3], dtype=torch.bool, device=keys.device)
         return evicted.scatter_(-1, moved[0, ..., 0].long(), False)
-
-
-class _ByNumber:
-    """A press that is given the numbers of tokens in the place of their keys and values."""
-
-    def __init__(self, press: Any, keys: Tensor, values: Tensor) -> None:
-        self.press, self.keys, self.values = press, keys, values
-
-    @property
-    def compression_ratio(self) -> float:
-        return self.press.compression_ratio
-
-    def score(
-        self,
-        module: Any,
-        hidden_states: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attentions: Tensor,
-        kwargs: Any,
-    ) -> Tensor:
-        """The scores that the press gives to the tokens of these numbers."""
-        index = keys[..., :1].long()
-        own = [
-            part.gather(2, index.expand(-1, -1, -1, part.shape[-1]))
-            for part in (self.keys, self.values)
-        ]
-        return self.press.score(module, hidden_states, *own, attentions, kwargs)
-
-
-def _of_sequence(inputs: LayerInputs, at: int, first: int, device: torch.device) -> LayerInputs:
-    """The inputs of one sequence of a batch without its padding."""
-    hidden = inputs.hidden[at : at + 1, first:].to(device)
-    embeddings = inputs.position_embeddings
-    if embeddings is not None:
-        cos, sin = (part[-1:] if len(part) == 1 else part[at : at + 1] for part in embeddings)
-        embeddings = cos[:, first:].to(device), sin[:, first:].to(device)
-    return inputs._replace(hidden=hidden, position_embeddings=embeddings)
-
-
-@contextmanager
-def _lent(inputs: LayerInputs | None) -> Iterator[None]:
-    """The module as kvpress's own hook prepares it, inside the `with` block; it is left as it
-    was."""
-    if inputs is None:
-        yield
-        return
-    names = "rotary_emb", "masked_key_indices"
-    own = vars(inputs.module)
-    before = {name: own[name] for name in names if name in own}
-    if not hasattr(inputs.module, "rotary_emb") and inputs.rotary is not None:
-        own["rotary_emb"] = inputs.rotary
-    try:
-        yield
-    finally:
-        for name in names:
-            own.pop(name, None)
-        own.update(before)
-
-
-@contextmanager
-def _repeatable(layer: int, device: torch.device) -> Iterator[None]:
-    """What is drawn inside the `with` block depends on the layer alone, and leaves torch's
-    generators as they were."""
-    gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
-    with torch.random.fork_rng(devices=[*gpus]):
-        torch.manual_seed(layer)
-        yield

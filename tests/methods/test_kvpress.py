@@ -23,7 +23,7 @@ from harness.results.record import plain
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.run.runner import Run
-from methods import kvpress
+from methods import kvpress, presses
 from methods.base import EMPTY
 from methods.capkv import CapKV
 from methods.criticalkv import CriticalKV
@@ -36,7 +36,7 @@ from tests.conftest import tiny
 from tests.living import PROMPTS, replay, token_batch
 
 needs_kvpress = pytest.mark.skipif(
-    importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {kvpress.INSTALL}"
+    importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {presses.INSTALL}"
 )
 PROMPT = (200, 180)
 KEPT = 48
@@ -66,8 +66,8 @@ def choices():
     """Every press that can be a method, one that wraps another with it."""
     if importlib.util.find_spec("kvpress") is None:
         return []
-    return [f"{name}:{INNER.get(name, 'SnapKVPress')}" if name in kvpress._wrapping() else name
-            for name in kvpress.allowed()]  # fmt: skip
+    return [f"{name}:{INNER.get(name, 'SnapKVPress')}" if name in presses.wrapping() else name
+            for name in presses.allowed()]  # fmt: skip
 
 
 def prompted(model, method, prompts=PROMPT, steps=0):
@@ -330,25 +330,25 @@ def test_a_wrong_setting_is_one_line(choice, setting, expected, runs, capsys):
 
 def test_without_kvpress_a_line_says_how_to_install_it(runs, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    for cached in (kvpress._presses, kvpress.press_class):
+    for cached in (presses.presses_installed, kvpress.press_class):
         cached.cache_clear()
     try:
         assert main(["method=kvpress:SnapKVPress"]) == 2
     finally:
-        for cached in (kvpress._presses, kvpress.press_class):
+        for cached in (presses.presses_installed, kvpress.press_class):
             cached.cache_clear()
     assert capsys.readouterr().err == (
         "error: method=kvpress:SnapKVPress: needs the Python package kvpress, which is not installed: "
-        f"{kvpress.INSTALL}\n"
+        f"{presses.INSTALL}\n"
     )
 
 
 @needs_kvpress
 def test_every_press_is_a_method_or_refused_with_a_reason():
-    presses = set(kvpress._presses())
-    assert kvpress.REFUSED.keys() <= presses
-    assert presses - kvpress.REFUSED.keys() == set(kvpress.allowed())
-    assert presses >= kvpress.SHARING | kvpress.MOVING | kvpress.USING_OUTPUT | kvpress.KEYS_AND_VALUES
+    installed = set(presses.presses_installed())
+    assert presses.REFUSED.keys() <= installed
+    assert installed - presses.REFUSED.keys() == set(presses.allowed())
+    assert installed >= presses.SHARING | presses.MOVING | presses.USING_OUTPUT | presses.KEYS_AND_VALUES
 
 
 @needs_kvpress
@@ -387,7 +387,7 @@ def test_press_and_version_belong_to_a_run(monkeypatch):
     snapkv = run_id("method=kvpress:SnapKVPress")
     assert plain(load(["method=kvpress:SnapKVPress"]))["method"]["version"] == "0.5.5"
     assert run_id("method=kvpress:SnapKVPress") == snapkv != run_id("method=kvpress:TOVAPress")
-    monkeypatch.setattr(kvpress, "_version", lambda: "0.6.0")
+    monkeypatch.setattr(kvpress, "version_installed", lambda: "0.6.0")
     kvpress.press_class.cache_clear()
     try:
         assert run_id("method=kvpress:SnapKVPress") != snapkv
