@@ -49,10 +49,11 @@ from harness.api.outputs import MethodCache, PartialLogits, Usage
 from harness.decode.links import Links
 from harness.decode.session import LiveSession
 from harness.errors import UserError
-from harness.model.attached import IS_COPIED, Attached, require_eager
+from harness.model.attached import IS_COPIED, Attached
 from harness.model.budgets import with_budget_as_stored
 from harness.model.calls import replaced_forward, replaced_method
 from harness.model.generation import Settings, require_count, short
+from harness.model.passes import require_eager
 from harness.model.prompts import positions_of
 from harness.replay.session import ReplaySession
 from harness.settings.config import Placement

@@ -35,9 +35,10 @@ from harness.decode.step_reads import StepReads
 from harness.decode.store import KVStore
 from harness.decode.timeline import StepClock, Timeline
 from harness.errors import UserError
-from harness.model.attached import Attached, launching_on, require_codable
+from harness.model.attached import Attached
 from harness.model.attention import ROW_BACKENDS
 from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
+from harness.model.passes import launching_on, require_codable
 from harness.model.policies import (
     Policy,
     evicts,

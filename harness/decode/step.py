@@ -24,8 +24,8 @@ from harness.decode.resident import LocalCache
 from harness.decode.step_reads import LayerRead
 from harness.decode.store import KeyValue
 from harness.decode.timeline import Timeline
-from harness.model.attached import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
+from harness.model.passes import Handler, launching_on
 from methods.attention import Softmax
 from methods.base import Rest, Selection
 from methods.codecs.integers import IntegerCodec

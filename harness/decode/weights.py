@@ -26,7 +26,8 @@ from harness.decode.memory import PinnedSlab, aligned
 from harness.decode.timeline import Timeline
 from harness.errors import UserError
 from harness.files import HOST_HINT, available_memory
-from harness.model.attached import Attached, launching_on
+from harness.model.attached import Attached
+from harness.model.passes import launching_on
 
 
 @contextmanager

@@ -6,10 +6,9 @@ the history. The model itself stores no keys and values, and is given explicit p
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -31,76 +30,27 @@ from harness.model.decoder import Decoder
 from harness.model.dense_prompts import DensePrompts
 from harness.model.model_cache import ModelCache
 from harness.model.output_projection import output_matrix
+from harness.model.passes import (
+    Handler,
+    launching_on,
+    require_eager,
+    require_embedded,
+    require_in_range,
+)
 from harness.model.split_rows import RecurrentRows, in_parts
 from harness.model.trace import Layer, PositionSource
 from methods.attention import Softmax
 from methods.base import Geometry, LayerInputs
-from methods.codecs.split import AnyCodec
 
-FP16_MAX = torch.finfo(torch.float16).max
-LOOK_AT = (
-    "look at its weights, and at the numbers in its configuration (rope_parameters, eps, scales)"
-)
 ELSEWHERE = (
     "the model is attached to a KV-cache method, and its decoder cannot be called by itself: "
     "inside harness.attach call the model or its generate, elsewhere wait until the run that "
     "attached it has ended"
 )
-
-
 IS_COPIED = (
     "the model is attached to a KV-cache method, and a copy or pickle of it would hold on to that "
     "cache; copy it before, or after the block or run that attached it"
 )
-IS_COMPILED = (
-    "torch.compile: an attached model runs a method's own code in every step, which is not "
-    "compiled; call the model itself, without compile()"
-)
-
-
-def require_eager() -> None:
-    """Raise UserError where torch.compile traces or wraps the running call."""
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-    if torch.compiler.is_compiling() or callback() is not None:
-        raise UserError(IS_COMPILED)
-
-
-def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` CUDA's current one, where Triton launches and events are recorded."""
-    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(device)
-
-
-class Handler:
-    """Computes attention during a pass. Layer numbers count all attention layers of the model."""
-
-    needs_inputs = False
-
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of a layer's fresh rows.
-
-        query: [batch, heads, rows, head_dim], post-position, before the softmax scale; key, value:
-        [batch, num_kv_heads, rows, head_dim or value_dim]. Returns [batch, rows, heads, value_dim].
-        All on the layer's device, which is CUDA's current one.
-        """
-        raise NotImplementedError
-
-    def predicts(self, layer: int) -> bool:
-        """Whether `predict` is to be called with an early query of `layer`."""
-        return False
-
-    def predict(self, layer: int, query: Tensor) -> None:
-        """Take an early query of `layer`, made of the previous layer's attention input."""
-
-    def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
-        """Take the arguments of a layer's attention module. Called before `attention`, if this
-        `needs_inputs`."""
-
-    def layer_begins(self, layer: int) -> None:
-        """Called when the layer's attention module has its input."""
-
-    def layer_ends(self, layer: int) -> None:
-        """Called when the layer's attention module is done."""
 
 
 class Attached:
@@ -476,54 +426,6 @@ def _embedded(
 ) -> tuple[Tensor, Tensor]:
     """A layer's position embeddings. The source's hooks, for the model's pass, do not run."""
     return source.module.forward(states, position_ids, *source.options)
-
-
-def require_embedded(ids: Tensor, embedding: Any) -> None:
-    """Raise UserError where a token has no embedding: on a GPU the lookup would end the process's
-    use of it."""
-    highest = int(ids.max())
-    num_embedded = embedding.weight.shape[0]
-    if highest >= num_embedded:
-        raise UserError(
-            f"the text has token {highest}, but the model's embedding has {num_embedded} tokens: "
-            "its tokenizer has tokens that the model does not know; give the model its own "
-            "tokenizer, or another text"
-        )
-
-
-def require_in_range(hidden: Tensor) -> None:
-    """Raise UserError where a pass gives numbers that are infinite or NaN."""
-    if hidden.sum(dtype=torch.float32).isfinite():
-        return
-    if hidden.dtype == torch.float16:
-        raise UserError(
-            "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose "
-            "bfloat16 or float32"
-        )
-    raise UserError(f"the model's activations are not finite; {LOOK_AT}")
-
-
-def require_codable(codec: AnyCodec, layer: int, keys: Tensor, values: Tensor) -> None:
-    """Raise UserError where the codec of a layer gives finite keys or values back as infinite or
-    NaN.
-
-    Codecs store fp16 numbers: elements, or the minimum, step or scale of a group. A number of a
-    group is at most sqrt(head_dim) times its largest element, whatever the rotation. Only rows that
-    come near the range are coded to look. A GPU is not waited for, so there nothing is checked.
-    """
-    if keys.device.type != "cpu":
-        return
-    for what, row_codec, rows in (("keys", codec.keys, keys), ("values", codec.values, values)):
-        least, most = rows.aminmax()
-        largest = float(torch.maximum(most, -least))
-        if largest * math.sqrt(rows.shape[-1]) <= FP16_MAX or not math.isfinite(largest):
-            continue
-        if not row_codec.roundtrip(rows).isfinite().all():
-            raise UserError(
-                f"codec={row_codec.name}: the {what} of layer {layer} reach {largest:.3g}, and it "
-                f"stores fp16 numbers, up to {FP16_MAX:.0f}; choose codec=bf16 for this layer "
-                "(codec_layers, dense_layers) or for all"
-            )
 
 
 def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from harness.model.attached import Attached, Handler
+from harness.model.attached import Attached
 from harness.model.attention import prompt_attention
 from harness.model.dense_prompts import Keep, LayerPrompt, PrefilledPrompt
 from harness.model.model_cache import ModelCache
+from harness.model.passes import Handler
 from methods.base import Geometry, LayerInputs
 
 PASS_TOKENS = 2048

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.model.attached import Attached, Handler
+from harness.model.attached import Attached
 from harness.model.attention import dense_attention
 from harness.model.calls import Call
 from harness.model.dense_prompts import Keep, PrefilledPrompt
 from harness.model.model_cache import ModelCache
 from harness.model.output_projection import output_factor
+from harness.model.passes import Handler
 from harness.model.prompts import (
     dense_pass,
     held_prompt,

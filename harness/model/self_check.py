@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.model.attached import LOOK_AT, Attached, Handler, attached_unchecked
+from harness.model.attached import Attached, attached_unchecked
 from harness.model.attention import dense_attention
 from harness.model.calls import Call, readable, refusal, reraise_out_of_memory
 from harness.model.decoder import Decoder
+from harness.model.passes import LOOK_AT, Handler
 from harness.model.prompts import PromptPass, positions_of
 
 PASSES = (4, 3, 1)

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.decode.gpu_cache import GpuCache
-from harness.model.attached import Attached, Handler
+from harness.model.attached import Attached
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
 from harness.model.budgets import ReadStats
+from harness.model.passes import Handler
 from harness.model.policies import Policy, SelectErrors, check_selection
 from harness.replay.counts import PassCounts
 from harness.replay.history import History

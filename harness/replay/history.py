@@ -8,7 +8,8 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from harness.model.attached import Attached, require_codable
+from harness.model.attached import Attached
+from harness.model.passes import require_codable
 from methods.base import EMPTY
 from methods.codecs.base import RowCodec
 from methods.codecs.split import AnyCodec

@@ -7,7 +7,7 @@ import torch
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.attached import Handler
+from harness.model.passes import Handler
 from harness.model.tiny import tiny_model
 from harness.run.cli import main
 from harness.scoring import perplexity
