@@ -339,8 +339,8 @@ class Trace(TorchDispatchMode):
         try:
             with pytest.MonkeyPatch.context() as patch:  # there are no numbers to check
                 patch.setattr("harness.model.attach.check_decoder", lambda *_: None)
-                patch.setattr("harness.model.passes.require_in_range", lambda *_: None)
-                patch.setattr("harness.model.passes.require_embedded", lambda *_: None)
+                patch.setattr("harness.model.attached.require_in_range", lambda *_: None)
+                patch.setattr("harness.model.attached.require_embedded", lambda *_: None)
                 patch.setattr("harness.model.attached.rotary_of", whole_heads)
                 with attach(model) as attached:
                     yield attached

@@ -31,7 +31,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harness.api.arguments import (
@@ -45,14 +44,15 @@ from harness.api.arguments import (
     require_positions,
     require_taken,
 )
-from harness.api.outputs import MethodCache, PartialLogits, Usage
+from harness.api.outputs import MethodCache, PartialLogits, Usage, require_own
+from harness.api.texts import SCORE_WITH, Texts, require_predicted, require_prefill_len
 from harness.decode.links import Links
 from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attached import IS_COPIED, Attached
 from harness.model.budgets import with_budget_as_stored
 from harness.model.calls import replaced_forward, replaced_method
-from harness.model.generation import Settings, require_count, short
+from harness.model.generation import Settings, require_count
 from harness.model.passes import require_eager
 from harness.model.prompts import positions_of
 from harness.replay.session import ReplaySession
@@ -60,14 +60,9 @@ from harness.settings.config import Placement
 from methods.base import Calibration, Method, TokenCounts
 from methods.codecs.split import CacheCodec
 
-IGNORED_LABEL = -100
 SCORED = (
     "the text before was scored as a whole (prefill_len=); where it is a prompt to go on from, "
     "call the model with use_cache=True"
-)
-SCORE_WITH = (
-    "give harness.attach prefill_len=N, the tokens of a text's prompt (1: the method decodes every "
-    "row), or use harness.lm(model, ...), which knows them of each request"
 )
 ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
 GENERATED = (
@@ -180,7 +175,7 @@ class CachedModel:
         require_taken(asked)
         ids = checked_ids("input_ids", given_ids, self.attached)
         cache = asked.pop("past_key_values", None)
-        _require_own(cache)
+        require_own(cache)
         chosen = Settings(self.attached.model, asked)
         asked |= chosen.set_aside()
         stop_strings = chosen.get("stop_strings")
@@ -272,7 +267,7 @@ class CachedModel:
                 "eval()"
             )
         cache = given.get("past_key_values")
-        _require_own(cache)
+        require_own(cache)
         in_generate = cache is not None and cache.in_generate
         follows = cache is not None and cache.follows_prompt
         if in_generate and follows:
@@ -427,9 +422,9 @@ class CachedModel:
         them, though it is not given: lm-eval's `HFLM` leaves it out.
         """
         began = time.perf_counter()
-        prompt = self._require_prefill_len(ids, mask)
-        texts = _Texts(ids, real_tokens(ids, mask))
-        self._require_lengths(texts, prompt)
+        prompt = require_prefill_len(self.prefill_len, ids, mask, reads_all=self.method.reads_all)
+        texts = Texts(ids, real_tokens(ids, mask))
+        texts.require_lengths(prompt, self.max_length)
         if positions is not None:
             require_positions(positions, positions_of(texts.real), texts.real)
         final_lengths = texts.lengths
@@ -461,7 +456,7 @@ class CachedModel:
         hidden = texts.real & in_prompt
         loss = None
         if labels is not None:
-            _require_predicted(labels.to(ids.device), texts.real, texts.real & ~in_prompt, prompt)
+            require_predicted(labels.to(ids.device), texts.real, texts.real & ~in_prompt, prompt)
             loss = self._loss(logits, labels)
         if not bool(hidden.any()):
             return logits.clone(), loss
@@ -472,38 +467,6 @@ class CachedModel:
             "all rows may"
         )
         return PartialLogits.of(logits, hidden, why), loss
-
-    def _require_prefill_len(self, ids: Tensor, mask: Tensor | None) -> int:
-        """The tokens of a text's prompt; UserError where they, or the text's own, are not known."""
-        batch, num_rows = ids.shape
-        if self.prefill_len is None:
-            raise UserError(
-                f"a text of {num_rows} rows without a cache: which of them are its prompt is not "
-                f"known; to score it by the method {SCORE_WITH}; a prompt to go on from takes "
-                "use_cache=True and no labels"
-            )
-        if mask is None and batch > 1 and not self.method.reads_all:
-            raise UserError(
-                f"a batch of {batch} texts without attention_mask: padding on the right looks like "
-                "tokens, and T, on which the method's budget depends, would count it; give "
-                "attention_mask, or one text a call (lm-eval's HFLM: batch_size=1)"
-            )
-        return self.prefill_len
-
-    def _require_lengths(self, texts: _Texts, prompt: int) -> None:
-        """Raise UserError for texts without a decoded row, or beyond the model's limit."""
-        shortest = int(texts.lengths.min())
-        if shortest <= prompt:
-            raise UserError(
-                f"prefill_len={prompt}: a text of {shortest} tokens leaves no row that the method "
-                "decodes; give longer texts, or past_key_values where these tokens continue a "
-                "prompt"
-            )
-        if self.max_length is not None and texts.longest > self.max_length:
-            raise UserError(
-                f"input_ids: a text of {texts.longest} tokens, and the model takes "
-                f"{self.max_length}"
-            )
 
     # The method at the lengths of a call
 
@@ -541,59 +504,3 @@ class CachedModel:
                 nearest=self.nearest,
             )
         return self._with_budget[key]
-
-
-class _Texts:
-    """Whole texts of a call, ids [batch, rows] padded at either end, from the first column on.
-
-    real: bool [batch, rows], False for padding. lengths: [batch]; longest: of them. tokens, within:
-    [batch, longest]; within is False behind a text's end. Raises UserError for padding within a
-    text.
-    """
-
-    def __init__(self, ids: Tensor, real: Tensor) -> None:
-        self.real = real
-        starts = real & ~pad(real[:, :-1], (1, 0))
-        if bool((starts.sum(-1) > 1).any()):
-            raise UserError(
-                "attention_mask: a text's tokens follow one another; allowed: padding at its ends"
-            )
-        self.lengths = real.sum(-1)
-        self.longest = int(self.lengths.max())
-        self._first = real.long().argmax(-1)
-        columns = self._first[:, None] + torch.arange(self.longest, device=ids.device)
-        ends = self._first + self.lengths
-        self.within = columns < ends[:, None]
-        self.tokens = ids.gather(1, columns.clamp(max=ids.shape[1] - 1))
-
-    def in_place(self, found: Tensor, prompt: int) -> Tensor:
-        """Logits [batch, rows, vocab] in the columns that the texts came from, zeros elsewhere.
-
-        found: [batch, longest - prompt + 1, vocab], of the prompt's last row and all later ones.
-        """
-        logits = found.new_zeros(*self.real.shape, found.shape[-1])
-        texts = zip(self._first.tolist(), self.lengths.tolist(), strict=True)
-        for at, (start, length) in enumerate(texts):
-            rows = slice(start + prompt - 1, start + length)
-            logits[at, rows] = found[at, : length - prompt + 1]
-        return logits
-
-
-def _require_own(cache: object) -> None:
-    """Raise UserError for `past_key_values` that an attached model did not make."""
-    if cache is not None and not isinstance(cache, MethodCache):
-        raise UserError(
-            f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out "
-            "of the first call, or give cached.new_cache()"
-        )
-
-
-def _require_predicted(labels: Tensor, real: Tensor, decoded: Tensor, prompt: int) -> None:
-    """Raise UserError for labels [batch, rows] of tokens that no decoded row predicts."""
-    targets = pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
-    predicted = decoded & pad(real[:, 1:], (0, 1))
-    if bool((targets & ~predicted).any()):
-        raise UserError(
-            f"labels: the tokens of the prompt (prefill_len={prompt}) and padding are not "
-            f"predicted by the method; set their labels to {IGNORED_LABEL}"
-        )

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attached import Attached
+from harness.model.generation import short
 from harness.model.model_cache import ModelCache
 from harness.results.step_stats import StepStats, stats_of
 
@@ -203,3 +204,12 @@ ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad")
 OF_SHAPE = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
 OF_SHAPE |= {getattr(Tensor, name).__get__ for name in ATTRIBUTES}
 """What may be asked of guarded logits as a whole."""
+
+
+def require_own(cache: object) -> None:
+    """Raise UserError for `past_key_values` that an attached model did not make."""
+    if cache is not None and not isinstance(cache, MethodCache):
+        raise UserError(
+            f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out "
+            "of the first call, or give cached.new_cache()"
+        )
