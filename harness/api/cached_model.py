@@ -44,8 +44,8 @@ from harness.api.arguments import (
     require_positions,
     require_taken,
 )
-from harness.api.outputs import MethodCache, PartialLogits, Usage, require_own
-from harness.api.texts import SCORE_WITH, Texts, require_predicted, require_prefill_len
+from harness.api.outputs import ENDED, GENERATED, MethodCache, PartialLogits, Usage, require_own
+from harness.api.texts import SCORE_WITH, SCORED, Texts, require_predicted, require_prefill_len
 from harness.decode.links import Links
 from harness.decode.session import LiveSession
 from harness.errors import UserError
@@ -59,16 +59,6 @@ from harness.replay.session import ReplaySession
 from harness.settings.config import Placement
 from methods.base import Calibration, Method, TokenCounts
 from methods.codecs.split import CacheCodec
-
-SCORED = (
-    "the text before was scored as a whole (prefill_len=); where it is a prompt to go on from, "
-    "call the model with use_cache=True"
-)
-ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
-GENERATED = (
-    "the cache of a generate that has ended; for several turns give each generate one cache, "
-    "past_key_values=cached.new_cache(max_new_tokens=N)"
-)
 
 
 @dataclass(eq=False)

@@ -213,3 +213,10 @@ def require_own(cache: object) -> None:
             f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out "
             "of the first call, or give cached.new_cache()"
         )
+
+
+ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
+GENERATED = (
+    "the cache of a generate that has ended; for several turns give each generate one cache, "
+    "past_key_values=cached.new_cache(max_new_tokens=N)"
+)

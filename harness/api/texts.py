@@ -95,3 +95,9 @@ def require_predicted(labels: Tensor, real: Tensor, decoded: Tensor, prompt: int
             f"labels: the tokens of the prompt (prefill_len={prompt}) and padding are not "
             f"predicted by the method; set their labels to {IGNORED_LABEL}"
         )
+
+
+SCORED = (
+    "the text before was scored as a whole (prefill_len=); where it is a prompt to go on from, "
+    "call the model with use_cache=True"
+)

@@ -1,8 +1,7 @@
 """lm-eval's view of a method: an `LM` whose log-likelihoods and texts come from replay.
 
 lm-eval makes prompts and choices, and turns answers into scores. Here its texts become token
-requests, which a scorer and a generator answer. Tokens are those of lm-eval's `HFLM` with default
-settings, so that the full cache gives its numbers and its texts.
+requests, which a scorer and a generator answer.
 """
 
 import json
@@ -11,14 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-import jinja2
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import (
     handle_stop_sequences,
-    has_bos_prefix,
     normalize_gen_kwargs,
-    postprocess_generated_text,
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import GenerationConfig
@@ -28,6 +23,7 @@ from harness.errors import UserError
 from harness.model.generation import GenerationRule, Settings
 from harness.model.load import LoadedModel
 from harness.scoring.answers import Document, NeedleRead, Request, Score
+from harness.scoring.model_texts import ModelTexts
 from harness.scoring.question import QuestionFinder
 from harness.scoring.writing import Written
 from harness.settings.task_config import GREEDY, Sampling, SamplingConfig
@@ -44,7 +40,6 @@ CUT_LETTERS = 60
 
 AS_THE_TASK = SamplingConfig()
 
-Chat = list[dict[str, str]]
 Encoded = tuple[tuple[str, str], list[int], list[int]]
 """(context, continuation) as texts, then the tokens of each: lm-eval's form of a choice."""
 
@@ -70,7 +65,7 @@ class Prefill(NamedTuple):
     in_turns: bool = False
 
 
-class ReplayLM(TemplateLM):
+class ReplayLM(ModelTexts):
     """Answers lm-eval's requests of all three types.
 
     Args:
@@ -80,8 +75,7 @@ class ReplayLM(TemplateLM):
         generator: token requests to their answers, in order.
         sampling, seed: of the answers that are generated.
         too_long: whether a context beyond the model's limit is an error or, as in `HFLM`, loses its
-        beginning. enable_thinking: handed to the chat template; None: not. think_end_token: a text
-        or a token id; an answer is what follows its last occurrence.
+        beginning. enable_thinking, think_end_token: of `ModelTexts`.
 
     After a run `requests` holds the token requests in the order in which lm-eval asked, one type
     after another; a text that was scored whole has one for each of its windows. `truncated` holds
@@ -106,18 +100,12 @@ class ReplayLM(TemplateLM):
         enable_thinking: bool | None = None,
         think_end_token: str | int | None = None,
     ) -> None:
-        super().__init__()
-        if loaded.tokenizer is None:
-            raise UserError(
-                f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one"
-            )
-        self.tokenizer = loaded.tokenizer
+        super().__init__(loaded, enable_thinking, think_end_token)
         self.max_length = loaded.max_length
         self.requests: list[Request] = []
         self.truncated: set[Document] = set()
         self.repeat = 0
         self.written: list[dict[Document, list[Written]]] = []
-        self._name = loaded.name
         self._model = loaded.model
         self._settings = Settings(loaded.model, {})
         self._known_settings: set[str] = set()
@@ -128,97 +116,12 @@ class ReplayLM(TemplateLM):
         self._seed = seed
         self._planned: list[Request] = []
         self._too_long = too_long
-        self._template_options: dict[str, Any] = {}
-        if enable_thinking is not None:
-            self._template_options["enable_thinking"] = enable_thinking
-        self._think_end_token = think_end_token
-        if isinstance(think_end_token, str) and think_end_token.isdigit():  # as `HFLM` reads it
-            self._think_end_token = int(think_end_token)
         self._documents: list[Document] = []
         self._with_prompt: set[Document] = set()
         self.needles: dict[Document, list[NeedleRead]] = defaultdict(list)
         self._sentences: dict[Document, str] = {}
         self._rows: dict[Document, Any] = {}
         self._first_cut = ""
-
-    # As `HFLM`
-
-    @property
-    def eot_token_id(self) -> int:
-        """The end-of-sequence token."""
-        return self.tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The one token of an empty context."""
-        bos = self.tokenizer.bos_token_id
-        return self.tokenizer.eos_token_id if bos is None else bos
-
-    @property
-    def tokenizer_name(self) -> str:
-        """lm-eval's name for prompts of this chat template."""
-        return self.tokenizer.name_or_path.replace("/", "__")
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
-        """Special tokens as the tokenizer adds them, unless the text already begins with the prefix
-        token."""
-        return self._encoded(string, add_special_tokens)["input_ids"]
-
-    def _encoded(self, text: str, add_special_tokens: bool | None = None, **options: Any) -> Any:
-        if add_special_tokens is None and has_bos_prefix(
-            text, self.tokenizer.decode(self.prefix_token_id)
-        ):
-            add_special_tokens = False
-        if add_special_tokens is not None:
-            options["add_special_tokens"] = add_special_tokens
-        return self.tokenizer(text, **options, verbose=False)
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Raises UserError where the model has none."""
-        if chat_template:
-            self._require_chat_template()
-        return super().chat_template(chat_template)
-
-    def apply_chat_template(self, chat_history: Chat, add_generation_prompt: bool = True) -> str:
-        """Turns as one text; a template that knows no system role is tried without that turn.
-
-        Without `add_generation_prompt` the last turn is left open. Raises UserError for a template
-        that makes no UTF-8 text. What else the template raises comes as it is.
-        """
-        self._require_chat_template()
-
-        def rendered(turns: Chat) -> str:
-            text = self.tokenizer.apply_chat_template(
-                turns,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self._template_options,
-            )
-            return str(text)
-
-        try:
-            text = rendered(chat_history)
-        except jinja2.exceptions.TemplateError:
-            text = rendered([turn for turn in chat_history if turn["role"] != "system"])
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            letter = ascii(text[error.start])
-            raise UserError(
-                f"model {self._name}: its chat template makes {letter}, which is no UTF-8 text; "
-                "choose apply_chat_template=false or another model"
-            ) from None
-        return text
-
-    def _require_chat_template(self) -> None:
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise UserError(
-                f"apply_chat_template=true: model {self._name} has no chat template; choose one "
-                "that was trained to chat, or apply_chat_template=false"
-            )
 
     # Requests of each type
 
@@ -339,20 +242,9 @@ class ReplayLM(TemplateLM):
         answers = []
         for request, asked in zip(requests, planned, strict=True):
             tokens = next(remaining[asked.document]).tokens
-            answers.append(self._answer(tokens, asked.stops))
+            answers.append(self.answer(tokens, asked.stops))
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
-
-    def _answer(self, tokens: Sequence[int], stops: Sequence[str]) -> str:
-        """The text of an answer, without the thinking before it and from a stop on."""
-        end = self._think_end_token
-        if isinstance(end, int) and end in tokens:
-            last = len(tokens) - 1 - tokens[::-1].index(end)
-            tokens = tokens[last + 1 :]
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        if isinstance(end, int):
-            text, end = text.lstrip(), None
-        return postprocess_generated_text(text, list(stops), end)
 
     def _refuse_thinking(self, requests: Sequence[Instance]) -> None:
         """Of continuations and whole texts, before which no thinking comes."""
@@ -516,7 +408,7 @@ class ReplayLM(TemplateLM):
             return None
         end = begin + len(sentence)
         tokens = []
-        offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
+        offsets = self.encoded(text, return_offsets_mapping=True)["offset_mapping"]
         for index, (start, stop) in enumerate(offsets):
             if stop > begin and start < end:
                 tokens.append(index - cut)
@@ -575,7 +467,7 @@ class ReplayLM(TemplateLM):
         if not self._first_cut:
             begins = " ".join(text[place:].split())[:CUT_LETTERS]
             self._first_cut = f"in question {document[1]} before {begins!r}"
-        offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
+        offsets = self.encoded(text, return_offsets_mapping=True)["offset_mapping"]
         return next(index for index, (_, stop) in enumerate(offsets) if stop > place)
 
     def _no_question(self, document: Document, why: str) -> UserError:

@@ -1,0 +1,131 @@
+"""Texts and chats as a model's tokens: those of lm-eval's `HFLM` with default settings, so that the
+full cache gives its numbers and its texts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
+
+from harness.errors import UserError
+from harness.model.load import LoadedModel
+
+Chat = list[dict[str, str]]
+
+
+class ModelTexts(TemplateLM):
+    """The part of an lm-eval model that its tokenizer and its chat template decide.
+
+    enable_thinking: handed to the template; None: not. think_end_token: a text or a token id; an
+    answer is what follows its last occurrence. Raises UserError for a model without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        enable_thinking: bool | None,
+        think_end_token: str | int | None,
+    ) -> None:
+        super().__init__()
+        if loaded.tokenizer is None:
+            raise UserError(
+                f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one"
+            )
+        self.tokenizer = loaded.tokenizer
+        self._name = loaded.name
+        self._template_options: dict[str, Any] = {}
+        if enable_thinking is not None:
+            self._template_options["enable_thinking"] = enable_thinking
+        self._think_end_token = think_end_token
+        if isinstance(think_end_token, str) and think_end_token.isdigit():  # as `HFLM` reads it
+            self._think_end_token = int(think_end_token)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-sequence token."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The one token of an empty context."""
+        bos = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """lm-eval's name for prompts of this chat template."""
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Special tokens as the tokenizer adds them, unless the text already begins with the prefix
+        token."""
+        return self.encoded(string, add_special_tokens)["input_ids"]
+
+    def encoded(self, text: str, add_special_tokens: bool | None = None, **options: Any) -> Any:
+        """What the tokenizer makes of a text, as `tok_encode`; options: of the tokenizer's call."""
+        if add_special_tokens is None and has_bos_prefix(
+            text, self.tokenizer.decode(self.prefix_token_id)
+        ):
+            add_special_tokens = False
+        if add_special_tokens is not None:
+            options["add_special_tokens"] = add_special_tokens
+        return self.tokenizer(text, **options, verbose=False)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Raises UserError where the model has none."""
+        if chat_template:
+            self._require_chat_template()
+        return super().chat_template(chat_template)
+
+    def apply_chat_template(self, chat_history: Chat, add_generation_prompt: bool = True) -> str:
+        """Turns as one text; a template that knows no system role is tried without that turn.
+
+        Without `add_generation_prompt` the last turn is left open. Raises UserError for a template
+        that makes no UTF-8 text. What else the template raises comes as it is.
+        """
+        self._require_chat_template()
+
+        def rendered(turns: Chat) -> str:
+            text = self.tokenizer.apply_chat_template(
+                turns,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **self._template_options,
+            )
+            return str(text)
+
+        try:
+            text = rendered(chat_history)
+        except jinja2.exceptions.TemplateError:
+            text = rendered([turn for turn in chat_history if turn["role"] != "system"])
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            letter = ascii(text[error.start])
+            raise UserError(
+                f"model {self._name}: its chat template makes {letter}, which is no UTF-8 text; "
+                "choose apply_chat_template=false or another model"
+            ) from None
+        return text
+
+    def _require_chat_template(self) -> None:
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise UserError(
+                f"apply_chat_template=true: model {self._name} has no chat template; choose one "
+                "that was trained to chat, or apply_chat_template=false"
+            )
+
+    def answer(self, tokens: Sequence[int], stops: Sequence[str]) -> str:
+        """The text of an answer, without the thinking before it and from a stop on."""
+        end = self._think_end_token
+        if isinstance(end, int) and end in tokens:
+            last = len(tokens) - 1 - tokens[::-1].index(end)
+            tokens = tokens[last + 1 :]
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        if isinstance(end, int):
+            text, end = text.lstrip(), None
+        return postprocess_generated_text(text, list(stops), end)
