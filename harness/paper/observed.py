@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from harness.model.attached import Attached
+from harness.model.attention import MAX_CHUNK, SCORES_PER_CHUNK
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.load import LoadedModel
 from harness.model.prompts import PromptPass
-from harness.replay.decode_pass import MAX_CHUNK, SCORES_PER_CHUNK
 from harness.settings.config import RunConfig
 from methods.attention import Softmax
 

@@ -8,7 +8,7 @@ themselves: replay masks the rows that live decoding does not fetch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,25 +16,29 @@ from torch.nn.functional import pad
 
 from harness.decode.gpu_cache import GpuCache
 from harness.model.attached import Attached
-from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
+from harness.model.attention import (
+    MAX_CHUNK,
+    SCORES_PER_CHUNK,
+    dense_attention,
+    heads_last,
+    read_by_any,
+    relative_error,
+    weighted_values,
+    with_rest,
+)
 from harness.model.budgets import ReadStats
 from harness.model.passes import Handler
 from harness.model.policies import Policy, SelectErrors, check_selection
 from harness.replay.counts import PassCounts
-from harness.replay.history import History
+from harness.replay.history import History, RowsOnDevice
 from methods.attention import hide, log_sum_exp, num_true
 from methods.base import EMPTY, Method, QueryRows, Selection, State
 from methods.codecs.split import CacheCodec, SplitCodec
 from methods.extras import HandsOn
 
-SCORES_PER_CHUNK = 2**23
-"""Scores held at once, 32 MiB in fp32: more than a CPU's last-level cache is slower."""
-MAX_CHUNK = 256
 GATHERED_SCORES = 2**16
 """Scores of a KV head in a block from which on its columns are gathered. For fewer the calls cost
 more than the arithmetic that they save."""
-LEAST_NORM = 1e-12
-"""Of an attention output, so that the error of one that is all zeros is a number."""
 GATHERED_SHARE = 0.6
 """The largest share of the columns that a block gathers. Beyond it a mask is as fast."""
 
@@ -57,15 +61,6 @@ class Session(Protocol):
 
     @property
     def reads_everything(self) -> bool: ...
-
-
-class RowsOnDevice(NamedTuple):
-    """The rows of a pass on one device. positions: int [batch, rows]; real: bool of the same shape,
-    False for padding; tokens: int32 [batch, columns so far], the token of each column."""
-
-    positions: Tensor
-    real: Tensor
-    tokens: Tensor
 
 
 class DecodePass(Handler):
@@ -113,11 +108,9 @@ class DecodePass(Handler):
                 state.take_over(latest)
             self._latest = state
             state.append(policy.number, key, value, tokens[:, columns], columns)
-        if is_selecting:
-            self.counts.num_selecting += 1
-
         if not is_selecting:
             return self._attend_to_all(layer, query, self.history.kv[layer])
+        self.counts.num_selecting += 1
 
         # Select and attend, block by block.
         asking = self._selecting_query(layer, query)
@@ -338,7 +331,7 @@ class _Block:
         group = self.query.shape[1] // self.key.shape[1]
         if group * visible.shape[2] * visible.shape[3] < GATHERED_SCORES:
             return False
-        return float(_read_by_any(visible).float().mean()) <= GATHERED_SHARE
+        return float(read_by_any(visible).float().mean()) <= GATHERED_SHARE
 
     def _attend_to_gathered(self, visible: Tensor, exact: tuple[Tensor, Tensor] | None) -> Tensor:
         """Attention of each KV head over the columns that some row of the block reads: [batch,
@@ -355,7 +348,7 @@ class _Block:
             everything = self._everything(self._true_scores(exact), is_last_use=True)
             recall = torch.empty_like(everything)
         own_scores = None if exact is None else self._own_scores(exact[0])
-        used = _read_by_any(visible)
+        used = read_by_any(visible)
         for sequence in range(batch):
             for head in range(num_kv_heads):
                 set_of_head = min(head, visible.shape[1] - 1)
@@ -505,17 +498,3 @@ class _Block:
     def _own(self, over_columns: Tensor) -> Tensor:
         """The view of each row's own column, last axis rows."""
         return over_columns.diagonal(self.first_own, -2, -1)
-
-
-def _read_by_any(visible: Tensor) -> Tensor:
-    """Columns that some row reads: bool [batch, 1 or num_kv_heads, columns], of `visible` [...,
-    rows, columns]. The largest byte is found in a sixtieth of the time of `any`."""
-    return visible.view(torch.uint8).amax(2).bool()
-
-
-def relative_error(output: Tensor, full: Tensor) -> Tensor:
-    """|output - full| / |full| of each row and head: fp32 [batch, rows, heads], of attention
-    outputs [batch, rows, heads, value_dim]. Norms are Euclidean."""
-    off = torch.linalg.vector_norm(output.float() - full.float(), dim=-1)
-    whole = torch.linalg.vector_norm(full.float(), dim=-1)
-    return off / whole.clamp(min=LEAST_NORM)

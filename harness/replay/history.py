@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,3 +182,12 @@ def _sequences(by_layer: dict[int, Tensor], index: Tensor) -> dict[int, Tensor]:
     for layer, tensor in by_layer.items():
         taken[layer] = tensor.index_select(0, index.to(tensor.device))
     return taken
+
+
+class RowsOnDevice(NamedTuple):
+    """The rows of a pass on one device. positions: int [batch, rows]; real: bool of the same shape,
+    False for padding; tokens: int32 [batch, columns so far], the token of each column."""
+
+    positions: Tensor
+    real: Tensor
+    tokens: Tensor
