@@ -24,7 +24,8 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import model_registry
 from lm_eval.utils import simple_parse_args_string
 
-from harness.api import interface
+from harness.api.attaching import lm
+from harness.api.interface import load
 from harness.api.method_lm import MethodLM
 from harness.data.task_plan import COMPLAINTS
 from harness.errors import (
@@ -127,8 +128,8 @@ class KVModel(MethodLM):
             of_model["model.dtype"] = dtype
         if trust_remote_code is not False:
             of_model["model.trust_remote_code"] = trust_remote_code
-        model = interface.load(str(pretrained), **of_model)
-        made = interface.lm(model, **of_method)
+        model = load(str(pretrained), **of_model)
+        made = lm(model, **of_method)
         super().__init__(made.config, made.loaded)
         if max_length is not None:
             is_number = isinstance(max_length, int) and not isinstance(max_length, bool)

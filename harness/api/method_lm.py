@@ -25,7 +25,8 @@ from harness.results import inputs
 from harness.results.record import run_id
 from harness.run.runner import users_faults
 from harness.scoring.evaluation import ReplayEngine, prefill_of
-from harness.scoring.lm import Chat, Prefill, ReplayLM
+from harness.scoring.lm import Prefill, ReplayLM
+from harness.scoring.model_texts import Chat
 from harness.scoring.progress import say
 from harness.settings.config import RunConfig
 
