@@ -5,8 +5,9 @@
     python -m benchmarks.replay --memory --live --seq-len 8192 --prefill-len 8160 model=llama2-7b    the same, live
 
 What is left are settings of every case, such as the model. A timed interval is prompt, decode rows and output head of
-one window; loading, calibration and scoring are outside. Methods run in turn within a round; the ratio is that of the
-medians over rounds. Live, the rows are decoded one by one, the cache behind a link.
+one window; loading, calibration and scoring are outside. Methods run in turn within a round, and the full cache with
+them, asked for or not; the ratio is that of the medians over rounds. Live, the rows are decoded one by one, the cache
+behind a link.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ def windows(args: argparse.Namespace, cases: Sequence[str]) -> Iterator[dict[str
 
 
 def ratios(args: argparse.Namespace) -> None:
-    """Print medians, spread and the ratio to full."""
-    with windows(args, args.cases) as runs:
+    """Print medians, spread and the ratio to full, which is timed whatever the cases are."""
+    cases = list(dict.fromkeys(["full", *args.cases]))
+    with windows(args, cases) as runs:
         times, _ = in_turn(runs, args.rounds, warm_up=True)
     seconds = {case: [took.wall_s for took in of_case] for case, of_case in times.items()}
     print(f"window {args.seq_len}, prompt {args.prefill_len}, {torch.get_num_threads()} threads, {args.rounds} rounds")
