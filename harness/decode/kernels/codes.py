@@ -133,11 +133,6 @@ def _pack_rows(
     packed += program * SLOT_BYTES
     pack_row(keys, packed, HEAD_DIM, BITS, GROUP_SIZE)
     pack_row(values, packed + KEY_BYTES, HEAD_DIM, BITS, GROUP_SIZE)
-    if SLOT_BYTES > 2 * KEY_BYTES:
-        rest = (
-            packed + 2 * KEY_BYTES + tl.arange(0, 2)
-        )  # both halves are even, a slot is a multiple of 4
-        tl.store(rest, tl.zeros((2,), tl.uint8))
 
 
 def pack(keys: Tensor, values: Tensor, codec: IntegerCodec, slot_bytes: int) -> Tensor:
