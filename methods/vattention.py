@@ -108,8 +108,15 @@ class VAttentionState(PartialKeysState):
         weight = (number / size.clamp(min=1)).float().log().unsqueeze(-1)
         bias = torch.where(sample, weight, 0.0).unsqueeze(2)
         mask = fixed | sample
-        side = self.index_read(layer, rows.positions) if method.has_index else None
+        side = self.index_read(layer, rows.positions)
         return Selection(mask, mask.sum(-1).double().mean(1), side, bias)
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """The keys in few bits; every key whole where the true scores choose."""
+        if self.method.has_index:
+            return super().index_read(layer, positions)
+        every_key = positions * (self.geometry.head_dim / self.geometry.elements)
+        return every_key.double()
 
     def drawn(
         self, sample: int, layer: int, rows: QueryRows, others: Tensor, size: Tensor
