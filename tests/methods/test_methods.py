@@ -206,6 +206,8 @@ def test_budgets_of_the_artifacts_prefill():
     assert TOVA(budget=0.3).artifact_budget() == 0.3 and TOVA(kept_tokens=3).artifact_budget() == 1
     given = (Streaming(budget=0.4), InfiniGen(budget=0.4), Oracle(budget=0.4), Quest(budget=0.4))
     assert [method.artifact_budget() for method in given] == [0.4] * 4
+    tokens = (SparQ(), Quest(read_tokens=32), InfiniGen(fixed_fetch=32), Oracle(fixed_fetch=32))
+    assert [method.artifact_budget() for method in tokens] == [1] * 4
     assert Full().artifact_budget() == SnapKV(budget=0.4).artifact_budget() == 1
 
 
