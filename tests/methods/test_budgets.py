@@ -257,9 +257,12 @@ CACHED = range(PROMPT, PROMPT + STEPS)
             ParisKV(num_sinks=0, recent_frac=0.0, dense_layers=2),
             mean((t * 2 + -(-t // 2) * (6 + 4)) / (2 * 32) / t for t in CACHED),
         ),
-        # 60 hashes of 10 bits in 76 bytes, and the length of the value
-        (Socket(num_sinks=0, dense_layers=2), (76 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, dense_layers=2), 2 / (2 * 32)),
+        # 60 hashes of 10 bits in 76 bytes, and the length of the value; the planes, which two KV heads share
+        (Socket(num_sinks=0, dense_layers=2), mean(((76 + 2) / 2 * t + 60 * 10 * 16 / 2) / 32 / t for t in CACHED)),
+        (
+            Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, dense_layers=2),
+            mean((2 / 2 * t + 5 * 3 * 16 / 2) / 32 / t for t in CACHED),
+        ),
         # every key in 4 bits
         (Twilight(candidate_frac=None), 16 * (4 + 32 / 16) / 16 / 32),
         (VAttention(num_sinks=0, dense_layers=2), 16 * (4 + 32 / 16) / 16 / 32),
