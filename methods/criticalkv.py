@@ -66,7 +66,7 @@ class CriticalKVState(SnapKVState):
         method = self.method
         places = floor_frac(method.first_share, stay)
         if method.first_share:
-            places = places.clamp(min=1)
+            places = torch.minimum(places.clamp(min=1), stay)
         chosen = competes & ~lowest_scores(score, competes, competes.sum(-1) - places, of_equals)
         attention = score / (method.window * self.geometry.group)
         weighted = (attention + method.epsilon) * output_norms(self.geometry, layer, value)

@@ -191,7 +191,7 @@ class Capped(Method):
         return replace(self, budget=frac, fixed_fetch=None)
 
     def artifact_budget(self) -> float:
-        return self.budget
+        return self.budget if self.fixed_fetch is None else 1.0
 
     def limits(self, cached: Tensor, final: Tensor) -> tuple[float, int, Tensor]:
         """The cap as max(least, floor(frac * whole)): frac, least, and whole, int [batch, rows].

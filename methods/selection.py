@@ -333,7 +333,7 @@ class Retrieving(SelectingBy):
         return replace(self, budget=frac, read_tokens=None)
 
     def artifact_budget(self) -> float:
-        return self.budget
+        return self.budget if self.read_tokens is None else 1.0
 
 
 @dataclass(frozen=True)

@@ -121,9 +121,13 @@ class SocketState(RetrievingState):
         return collisions.unflatten(2, (self.geometry.group, -1))
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
-        """The bits of every token, and the length of its value."""
-        bits = 8 * code_bytes(self.method.num_bits, 1) + 16 * self.method.value_weighted
-        return positions.double() * (bits / (16 * self.geometry.elements))
+        """The bits of every token, and the length of its value; once a row, the planes, which the
+        KV heads share: every query meets all of them."""
+        method, geometry = self.method, self.geometry
+        bits = 8 * code_bytes(method.num_bits, 1) + 16 * method.value_weighted
+        of_planes = method.num_bits * geometry.head_dim / geometry.num_kv_heads
+        of_tokens = positions.double() * (bits / (16 * geometry.elements))
+        return of_tokens + of_planes / geometry.elements
 
 
 @dataclass(frozen=True)

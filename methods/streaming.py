@@ -16,12 +16,12 @@ them. kvpress's StreamingLLMPress evicts once, after the prompt, and keeps all t
 
 **duo**: round(`sparsity` · number) of the KV heads under the method, those with the smallest gates,
 keep only `num_sinks` (64) first and `num_recent` (256) last tokens. `pattern` is a file of gates as
-the authors publish them: a line per layer, a column per KV head, separated by tabs. Without it
-gates are measured on the calibration text, as kvpress does: how much of the mean query's attention
-to the mean key at 500 positions falls on early ones. That needs rotary positions, so OPT needs a
-file. `budget=` sets `sparsity`; the least budget is that of the windows. The prompt is
-dense, as in the official code where it is one pass; in chunks, the official streaming heads see
-their window alone from the second chunk on.
+the authors publish them: a line per layer, a tab between KV heads. Without it gates are measured on
+the calibration text, as kvpress does: how much of the mean query's attention to the mean key at 500
+positions falls on early ones. OPT, without rotary positions, needs a file. `budget=` sets
+`sparsity` and is met to half a head; the least is that of the windows. The prompt is dense, as in
+the official code where it is one pass; in chunks, the official streaming heads see their window
+alone from the second chunk on.
 """
 
 from __future__ import annotations

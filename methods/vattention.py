@@ -40,7 +40,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from methods.base import PromptRows, QueryRows, Selection, TokenCounts, When, floor_frac
+from methods.base import (
+    Geometry,
+    Lengths,
+    PromptRows,
+    QueryRows,
+    Selection,
+    TokenCounts,
+    When,
+    floor_frac,
+    require,
+    share_above,
+)
 from methods.projection import BITS_MEANING, INDEX_BITS, PartialKeysState
 from methods.sampling import random_numbers
 from methods.selection import Selecting, largest, largest_of_each
@@ -108,8 +119,15 @@ class VAttentionState(PartialKeysState):
         weight = (number / size.clamp(min=1)).float().log().unsqueeze(-1)
         bias = torch.where(sample, weight, 0.0).unsqueeze(2)
         mask = fixed | sample
-        side = self.index_read(layer, rows.positions) if method.has_index else None
+        side = self.index_read(layer, rows.positions)
         return Selection(mask, mask.sum(-1).double().mean(1), side, bias)
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """The keys in few bits; every key whole where the true scores choose."""
+        if self.method.has_index:
+            return super().index_read(layer, positions)
+        every_key = positions * (self.geometry.head_dim / self.geometry.elements)
+        return every_key.double()
 
     def drawn(
         self, sample: int, layer: int, rows: QueryRows, others: Tensor, size: Tensor
@@ -171,6 +189,18 @@ class VAttention(Selecting):
         """False where the true scores choose."""
         return self.when != "true_scores"
 
+    def check(self, geometry: Geometry, lengths: Lengths) -> None:
+        """ValueError where the sinks leave nothing to select in the fixed set of the shortest
+        prompt, unless all of it is in the set."""
+        prompt = int(lengths.prompt.min())
+        fixed = min(prompt, max(1, int(min(self.fixed_frac, self.budget) * prompt)))
+        require(
+            not self.num_sinks or fixed > self.num_sinks or fixed == prompt,
+            "num_sinks",
+            self.num_sinks,
+            f"below {fixed}, the fixed set of a prompt of {prompt} tokens",
+        )
+
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
         return (
             self.max_tokens_read(counts, layer)
@@ -189,6 +219,15 @@ class VAttention(Selecting):
         """Set by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code
         at 10 %."""
         return replace(self, epsilon=0.0, budget=frac, fixed_frac=frac / 2)
+
+    def min_budget(self, counts: TokenCounts) -> float:
+        """The least number whose half, the fixed set, has a token beside the sinks."""
+        if not self.num_sinks:
+            return super().min_budget(counts)
+        half = counts.prompt // 2
+        allowed = f"below {half}, half of the shortest prompt"
+        require(self.num_sinks < half, "num_sinks", self.num_sinks, allowed)
+        return min(1.0, 2 * share_above(self.num_sinks, counts.prompt))
 
     def artifact_budget(self) -> float:
         return self.budget

@@ -8,7 +8,8 @@ and end in one column, later rows are padded on the right.
 
 The rows of a pass are in `harness.replay.decode_pass`, keys and values in `harness.replay.history`,
 and what rows read is counted in `harness.replay.counts`. Memory is linear in the length, since the
-scores of a block of rows stay within `SCORES_PER_CHUNK`.
+scores of a block of rows stay within `SCORES_PER_CHUNK`. Kascade is the exception: its state holds
+what an anchor chose for all rows of a pass.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.checks.contract import CHECKS, MODELS, judge
+from harness.checks.contract import CHECKS, MODELS, OF_CODECS, judge
 from harness.checks.two_ways import HostRun, Trial, live_on_host
 from harness.decode.links import EmulatedLink
 from harness.errors import UserError
@@ -18,6 +18,7 @@ from harness.model.calibration import calibrate
 from harness.model.policies import SelectErrors, check_selection
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
+from harness.settings.paths import CONF_DIR
 from methods.base import Geometry, QueryRows, Rest, Selection
 from methods.extras import to_calibrate
 from tests.cases import CASES, SHIPPED, WIDE, shipped
@@ -152,6 +153,12 @@ def test_a_shipped_method_passes_every_check_between_windows(name):
         found = [judge(check, trial) for check in CHECKS.values()]
     assert len(found) == len(CHECKS) == 7 and "FAILED" not in {finding.verdict for finding in found}, found
     assert found[-1].verdict == "ok"
+
+
+def test_the_experiments_comment_names_every_check():
+    comment = " ".join((CONF_DIR / "experiment" / "contract.yaml").read_text().replace("#", "").split())
+    assert len(CHECKS) == 7 and "seven checks" in comment
+    assert not [name for name in CHECKS | OF_CODECS if name.removeprefix("the ") not in comment]
 
 
 # A selection that is none

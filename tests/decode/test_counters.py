@@ -151,7 +151,8 @@ HANDS = {
         Case(Socket(read_tokens=6, num_sinks=1, tables=5, planes=3, dense_layers=2)),
         read=lambda t, final: 6,
         buffer=6,
-        index=lambda t, final: t * (2 + 2) / (2 * 32),  # 15 bits in two bytes, and the length of the value
+        # 15 bits in two bytes, and the length of the value; the planes, which all heads share
+        index=lambda t, final: t * (2 + 2) / (2 * 32) + 15 * 16 / (32 * HEADS),
         kept=lambda final: final * (2 + 2) + 15 * 16 * 2 / (2 * HEADS),  # the sequence's planes, which its layers share
         state=34 * (2 + 2) + 15 * 16 * 4 / (2 * HEADS),
         shared=35 * 8,

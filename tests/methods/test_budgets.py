@@ -41,6 +41,7 @@ from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
+from methods.vattention import VAttention
 from tests.cases import Case, preset
 from tests.living import PROMPT, STEPS, attached_with_link, force, live, open_live, replay, setup_of, token_batch
 
@@ -244,6 +245,7 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         (Loki(rank=0.3, dense_layers=2), mean((5 * t + 16 * 5) / 32 / t for t in CACHED)),
         # every key
         (Oracle(dense_layers=2), 0.5),
+        (VAttention(when="true_scores", index_bits=None, num_sinks=0, dense_layers=2), 0.5),
         # 4 of 16 channels, and half a token for the mean value
         (SparQ(dense_layers=2), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
         (SparQ(mean_value=False, dense_layers=2), 4 / 32),
@@ -255,11 +257,15 @@ CACHED = range(PROMPT, PROMPT + STEPS)
             ParisKV(num_sinks=0, recent_frac=0.0, dense_layers=2),
             mean((t * 2 + -(-t // 2) * (6 + 4)) / (2 * 32) / t for t in CACHED),
         ),
-        # 60 hashes of 10 bits in 76 bytes, and the length of the value
-        (Socket(num_sinks=0, dense_layers=2), (76 + 2) / (2 * 32)),
-        (Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, dense_layers=2), 2 / (2 * 32)),
+        # 60 hashes of 10 bits in 76 bytes, and the length of the value; the planes, which two KV heads share
+        (Socket(num_sinks=0, dense_layers=2), mean(((76 + 2) / 2 * t + 60 * 10 * 16 / 2) / 32 / t for t in CACHED)),
+        (
+            Socket(num_sinks=0, tables=5, planes=3, value_weighted=False, dense_layers=2),
+            mean((2 / 2 * t + 5 * 3 * 16 / 2) / 32 / t for t in CACHED),
+        ),
         # every key in 4 bits
         (Twilight(candidate_frac=None), 16 * (4 + 32 / 16) / 16 / 32),
+        (VAttention(num_sinks=0, dense_layers=2), 16 * (4 + 32 / 16) / 16 / 32),
     ],
     ids=lambda value: getattr(value, "title", None),
 )

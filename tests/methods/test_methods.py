@@ -113,6 +113,8 @@ AT_A_BATCH = [
     (RocketKV(), [90, 40], [99, 60], "method.budget=0.2: must be more: it keeps 23 of 40 tokens, which"),
     (RocketKV(budget_tokens=4), [60], [80], "method.budget_tokens=4: must be more: it keeps 18 of 60 tokens, which"),
     (RocketKV(budget_tokens=40, num_sinks=20), [90], [99], "method.num_sinks=20: must be below 20, what is read of a"),
+    (VAttention(), [90, 49], [99, 60], "method.num_sinks=4: must be below 4, the fixed set of a prompt of 49 tokens"),
+    (VAttention(fixed_frac=0.5, budget=0.1), [40], [60], "method.num_sinks=4: must be below 4, the fixed set of a"),
 ]  # fmt: skip
 
 
@@ -139,6 +141,13 @@ def test_the_least_budget_is_one_that_works():
     least = sinks.min_budget(TokenCounts(100, 100, 120))
     assert least == pytest.approx(0.22, abs=1e-6)
     sinks.with_budget(least).new_state(GEOMETRY, lengths_of([100], [120]))
+    half = VAttention()  # of the budget is the fixed set
+    least = half.min_budget(TokenCounts(100, 100, 120))
+    assert least == pytest.approx(0.1, abs=1e-6)
+    half.with_budget(least).new_state(GEOMETRY, lengths_of([100], [120]))
+    assert half.min_budget(TokenCounts(10, 10, 20)) == 1
+    with pytest.raises(ValueError, match=r"num_sinks=4: must be below 4, half of the shortest prompt"):
+        half.min_budget(TokenCounts(9, 9, 20))
     with pytest.raises(ValueError, match="method Full has no budget"):
         Full().with_budget(0.5)
 
@@ -197,6 +206,8 @@ def test_budgets_of_the_artifacts_prefill():
     assert TOVA(budget=0.3).artifact_budget() == 0.3 and TOVA(kept_tokens=3).artifact_budget() == 1
     given = (Streaming(budget=0.4), InfiniGen(budget=0.4), Oracle(budget=0.4), Quest(budget=0.4))
     assert [method.artifact_budget() for method in given] == [0.4] * 4
+    tokens = (SparQ(), Quest(read_tokens=32), InfiniGen(fixed_fetch=32), Oracle(fixed_fetch=32))
+    assert [method.artifact_budget() for method in tokens] == [1] * 4
     assert Full().artifact_budget() == SnapKV(budget=0.4).artifact_budget() == 1
 
 

@@ -20,7 +20,7 @@ from methods.prompt_evicting import PromptEvicting
 from tests.cases import Case
 from tests.living import tiny
 from tests.methods.test_kvzip import attention_of
-from tests.methods.test_rules import BATCH, Sequence, replayed, rope, shared_counts, snapkv
+from tests.methods.test_rules import BATCH, Sequence, pyramid_shares, replayed, rope, shared_counts, snapkv
 from tests.reference import softmax
 from tests.replaying import PROMPT, open_session, token_ids
 
@@ -30,6 +30,8 @@ METHODS = {
     "critical-sinks": CriticalKV(kept_tokens=9, num_sinks=1, window=3, kernel=5, first_share=0.0),
     "critical-one": CriticalKV(kept_tokens=4, window=3, kernel=3),
     "critical-ada": CriticalKV(kept_tokens=8, window=2, kernel=3, heads="adaptive"),
+    "critical-ada-few": CriticalKV(kept_tokens=4, window=3, kernel=3, heads="adaptive"),
+    "critical-pyramid": CriticalKV(kept_tokens=4, window=3, kernel=3, layers="pyramid", dense_layers=0),
     "defensive": DefensiveKV(budget=0.7, window=3, kernel=3, first_mass=0.4),
     "defensive-mass": DefensiveKV(kept_tokens=7, window=3, dense_layers=0),
     "defensive-uniform": DefensiveKV(kept_tokens=7, window=3, kernel=3, heads="uniform", first_mass=0.3),
@@ -147,12 +149,15 @@ def cap(method: CapKV, prompt: Prompt, tokens: range, share: int) -> list[set[in
 RULES = {CriticalKV: critical, DefensiveKV: defensive, CapKV: cap}
 
 
-def plain_kept(method: PromptEvicting, prompt: Prompt) -> list[set[int]]:
-    """The tokens that each KV head keeps of a prompt."""
+def plain_kept(method: PromptEvicting, prompt: Prompt, layer: int) -> list[set[int]]:
+    """The tokens that each KV head keeps of a prompt in a layer."""
     budget = method.kept_tokens or math.floor(method.budget * prompt.length)
     tokens = range(method.num_sinks, prompt.length - method.window)
     share = budget - method.num_sinks - method.window
     assert 0 < share < len(tokens), "something is chosen, and something evicted"
+    if method.layers == "pyramid":
+        selecting = prompt.geometry.num_layers - method.dense_layers
+        share = pyramid_shares(share, len(tokens), selecting)[layer - method.dense_layers]
     always = set(range(prompt.length)) - set(tokens)
     return [always | chosen for chosen in RULES[type(method)](method, prompt, tokens, share)]
 
@@ -167,13 +172,13 @@ def test_what_stays_is_the_plain_rules_for_each_sequence_of_a_padded_batch(name,
         module = attention_of(model, layer)
         output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
         for (prompt, length), sequence in zip(BATCH, sequences, strict=True):
-            kept = plain_kept(method, Prompt(geometry, sequence, prompt, output.weight))
+            kept = plain_kept(method, Prompt(geometry, sequence, prompt, output.weight), layer)
             rows = range(prompt, length)
             assert sequence.read == [[tokens | {*range(prompt, t)} for t in rows] for tokens in kept], (layer, prompt)
             uneven |= len({len(tokens) for tokens in kept}) > 1
             for t, num_read in zip(rows, sequence.num_read, strict=True):
                 at = TokenCounts(t, prompt, length)
-                assert method.tokens_read(at, layer) == num_read
+                assert method.layers == "pyramid" or method.tokens_read(at, layer) == num_read
                 assert max(map(len, kept)) + t - prompt <= method.tokens_kept(at, layer)
     assert uneven == (method.heads == "adaptive"), "heads that share a budget keep unequal numbers"
 

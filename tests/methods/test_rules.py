@@ -822,11 +822,11 @@ RULES = {
     "twilight-union": Twilight(p=0.5, candidate_frac=0.6, page_size=2, group="union"),
     "twilight-first": Twilight(p=0.5, candidate_frac=None, num_sinks=2, recent_frac=0.2, budget=0.4),
     "twilight-cap": Twilight(candidate_frac=0.7, page_size=2).with_budget(0.3),
-    "vattention": VAttention(epsilon=0.4, delta=0.2, num_sinks=2, fixed_frac=0.2, recent_frac=0.3),
+    "vattention": VAttention(epsilon=0.4, delta=0.2, num_sinks=2, fixed_frac=0.3, recent_frac=0.3),
     "vattention-cap": VAttention(num_sinks=1, seed=7, dense_layers=0).with_budget(0.4),
     "vattention-capped": VAttention(budget=0.5, num_sinks=0, base_frac=0.2, index_bits=None),
     "vattention-whole": VAttention(epsilon=0.0, budget=0.5, num_sinks=1, fixed_frac=0.2),
-    "vattention-true": VAttention(epsilon=0.3, delta=0.3, num_sinks=1, when="true_scores"),
+    "vattention-true": VAttention(epsilon=0.3, delta=0.3, fixed_frac=0.2, num_sinks=1, when="true_scores"),
 }
 OPT = ("balanced", "expected", "shadowkv", "duo", "both")
 """Rules that a model without rotary positions may change, and one of several layers."""

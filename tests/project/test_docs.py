@@ -386,13 +386,19 @@ def test_the_documents_are_short():
 
 
 def test_methods_has_a_line_for_every_method_with_its_settings():
-    rows = [line for line in (ROOT / "docs" / "methods.md").read_text().splitlines() if line.startswith("| `")]
+    page = (ROOT / "docs" / "methods.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
     lines = {name: row for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
+    _, _, of_selecting = page.partition("that select\n\n")
+    exceptions = set(re.findall(r"`([\w-]+)`", of_selecting.partition("\n\n")[0]))
+    shared = {field.name for field in dataclasses.fields(SelectingBy)}
     for file in (CONF_DIR / "method").glob("*.yaml"):
-        fields = set(method_file(file.stem)) - {*OF_THE_FILE, "name"}
-        fields -= {field.name for field in dataclasses.fields(SelectingBy)}  # have a table of their own
+        every = set(method_file(file.stem)) - {*OF_THE_FILE, "name"}
+        fields = every - shared  # these have a table of their own
         assert file.stem in lines, f"docs/methods.md: no line for {file.stem}"
         assert fields - {"num_bits"} <= set(re.findall(r"`(\w+)`", lines[file.stem])), file.stem
+        reads = lines[file.stem].split("|")[4].strip()
+        assert (file.stem in exceptions) == bool(reads and shared - every), file.stem
 
 
 def test_the_page_of_methods_is_made_of_their_docstrings():
