@@ -202,9 +202,11 @@ def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]
 def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) -> int:
     """Token at which the first evaluation window starts: right after the calibration tokens where
     both are the same text, so that no method is scored on the text that calibrated it."""
-    has_files = corpus.path is not None or calibration.path is not None
-    same_text = corpus.name == calibration.name and not has_files
-    return calibration.num_tokens if same_text else 0
+    if corpus.path is not None and calibration.path is not None:
+        is_same = Path(corpus.path).resolve() == Path(calibration.path).resolve()
+    else:
+        is_same = corpus.path == calibration.path and corpus.name == calibration.name
+    return calibration.num_tokens if is_same else 0
 
 
 class TextWindow(NamedTuple):
