@@ -244,6 +244,19 @@ def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
     assert (lm.prefix_token_id, lm.eot_token_id) == (1, 2)
 
 
+def test_a_tokenizer_without_special_tokens_needs_none_until_a_context_is_empty():
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    lm = language_model(tokenizer=tokenizer)
+    assert lm.tok_encode("ab") == TOKENIZER("ab")["input_ids"]
+    assert len(lm.loglikelihood(choices(QUESTIONS[0]))) == 4 and len(lm.generate_until(texts("ab"))) == 1
+    for ask, asked in ((lm.loglikelihood, choices([("", "ab")])), (lm.loglikelihood_rolling, choices([("ab",)]))):
+        with pytest.raises(UserError, match="^model tiny: its tokenizer has no token that begins or ends a text"):
+            ask(asked)
+    with pytest.raises(UserError, match="^model tiny: its tokenizer has no token"):
+        lm.generate_until(texts(""))
+
+
 def test_chat_templates(monkeypatch):
     lm, turns = language_model(), [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
     for call in (lambda: lm.apply_chat_template(turns), lambda: lm.chat_template(True)):
