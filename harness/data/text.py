@@ -213,7 +213,8 @@ class TextWindow(NamedTuple):
     """A slice of a text.
 
     ids: its tokens, behind those with which the tokenizer starts every text. place: the share of
-    the text, from the first window on, that lies before this one, in [0, 1).
+    the text, from the first window on, that lies before this one, in [0, 1); of windows at random
+    places, the share of the tokens at which a window can begin.
     """
 
     ids: list[int]
@@ -235,9 +236,10 @@ def text_windows(
 
     The first begins at token `offset`. spread: window i of n begins at i/n of the text from there
     on, so that the windows come from all over it, and from the same places whatever their length;
-    else they follow one another. seed: spread windows begin at random places, each of its own n-th
-    of the text. setting: the setting of their length, for the error. Raises UserError where the
-    text is too short, or a window has no room for text.
+    else they follow one another. seed: spread windows begin at random tokens, each in its own n-th
+    of those at which a window can begin, and may reach into the next n-th. setting: the setting of
+    their length, for the error. Raises UserError where the text is too short, or a window has no
+    room for text.
     """
     of_text = seq_len - len(start)
     if of_text < 1:
