@@ -186,7 +186,7 @@ def result_of(session: LiveSession, logits: Tensor) -> Result:
 class HostRun(NamedTuple):
     """A run in host placement. Bytes that crossed the link in its steps, and those of the selected
     rows and the dense layers. miscounted: largest difference in tokens between a selection's
-    `num_read` and its mask."""
+    `num_read` and its mask; NaN if one is NaN."""
 
     result: Result
     crossed: int
@@ -200,13 +200,12 @@ def live_on_host(trial: Trial) -> HostRun:
     num_kv_heads, columns = attached.geometry.num_kv_heads, max(prompts)
     ids, real = batch_on(attached.device, prompts, seed=trial.seed)
     selected: Counter[int] = Counter()  # by layer, rows of one token and KV head each
-    miscounted = 0.0
+    miscounted = [0.0]
 
     def listening(
         select: Callable[[int, QueryRows], Selection], evicts: bool
     ) -> Callable[[int, QueryRows], Selection]:
         def listen(layer: int, rows: QueryRows) -> Selection:
-            nonlocal miscounted
             selection = select(layer, rows)
             mask = rows.visible() if selection.mask is None else selection.mask
             # The own slot is the last. [batch, num_kv_heads or 1, rows]
@@ -215,7 +214,7 @@ def live_on_host(trial: Trial) -> HostRun:
             if selection.mask is None and not evicts:  # as in a dense layer: padding crosses too
                 crosses = read.numel() * (mask.shape[-1] - 1)
             selected[layer] += crosses * (num_kv_heads // mask.shape[1])
-            miscounted = max(miscounted, float((read.mean(1) - selection.num_read).abs().max()))
+            miscounted.append(float((read.mean(1) - selection.num_read).abs().max()))
             return selection
 
         return listen
@@ -235,7 +234,7 @@ def live_on_host(trial: Trial) -> HostRun:
     for layer, of_slot in enumerate(slot_bytes):
         reads_all = method.reads_all or layer < method.dense_layers
         expected += of_slot * (every if reads_all else selected[layer])
-    return HostRun(decoded, crossed, expected, miscounted)
+    return HostRun(decoded, crossed, expected, float(torch.tensor(miscounted).max()))
 
 
 @dataclass

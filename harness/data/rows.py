@@ -127,14 +127,24 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
         source = Source("data=local", rows, files)
     else:
         source = Source(f"data=hub: {own.get('dataset_path')}", hub_rows(task, own))
+    _require_examples(task, own, source)
+    return source
+
+
+def _require_examples(task: str, own: Mapping[str, Any], source: Source) -> None:
+    """Raise UserError where a split has fewer rows than lm-eval draws of it as examples."""
     shots, split = own["num_fewshot"], example_split(own)
+    in_yaml = (own.get("fewshot_config") or {}).get("samples") is not None
+    if not shots or (in_yaml and not own.get("fewshot_split")):
+        return
     count = len(source.rows.get(str(split), ()))
-    if shots and shots >= count:
+    # lm-eval draws one more, lest the row that is asked be among them, where both are equal.
+    needed = shots + (own.get("fewshot_split") == own.get("test_split"))
+    if count < needed:
         raise UserError(
             f"num_fewshot={shots}: {task} has {count} rows of its split {split or 'train'} in "
-            f"{source.name}, from which examples are drawn; allowed: fewer"
+            f"{source.name}, from which {needed} are drawn; allowed: fewer"
         )
-    return source
 
 
 def own_files(config: Mapping[str, Any]) -> Files | None:

@@ -202,16 +202,19 @@ def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]
 def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) -> int:
     """Token at which the first evaluation window starts: right after the calibration tokens where
     both are the same text, so that no method is scored on the text that calibrated it."""
-    has_files = corpus.path is not None or calibration.path is not None
-    same_text = corpus.name == calibration.name and not has_files
-    return calibration.num_tokens if same_text else 0
+    if corpus.path is not None and calibration.path is not None:
+        is_same = Path(corpus.path).resolve() == Path(calibration.path).resolve()
+    else:
+        is_same = corpus.path == calibration.path and corpus.name == calibration.name
+    return calibration.num_tokens if is_same else 0
 
 
 class TextWindow(NamedTuple):
     """A slice of a text.
 
     ids: its tokens, behind those with which the tokenizer starts every text. place: the share of
-    the text, from the first window on, that lies before this one, in [0, 1).
+    the text, from the first window on, that lies before this one, in [0, 1); of windows at random
+    places, the share of the tokens at which a window can begin.
     """
 
     ids: list[int]
@@ -233,9 +236,10 @@ def text_windows(
 
     The first begins at token `offset`. spread: window i of n begins at i/n of the text from there
     on, so that the windows come from all over it, and from the same places whatever their length;
-    else they follow one another. seed: spread windows begin at random places, each of its own n-th
-    of the text. setting: the setting of their length, for the error. Raises UserError where the
-    text is too short, or a window has no room for text.
+    else they follow one another. seed: spread windows begin at random tokens, each in its own n-th
+    of those at which a window can begin, and may reach into the next n-th. setting: the setting of
+    their length, for the error. Raises UserError where the text is too short, or a window has no
+    room for text.
     """
     of_text = seq_len - len(start)
     if of_text < 1:

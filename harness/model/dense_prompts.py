@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from tempfile import NamedTemporaryFile
+from shutil import disk_usage
+from tempfile import NamedTemporaryFile, gettempdir
 from typing import IO, NamedTuple
 
 import torch
@@ -93,7 +94,8 @@ class DensePrompts:
 
     most_bytes: of tensors that are kept. When they are full, prompts leave that the last two runs
     did not ask for. A prompt for which there is still no room runs anew each time: sweeps ask for
-    their prompts in turns, so that any other would leave just before its next.
+    their prompts in turns, so that any other would leave just before its next. So does one that
+    takes more than half of what the disk then has free, which several processes share.
     free: bytes of `most_bytes` that are left. run: number of the present run.
     """
 
@@ -125,9 +127,9 @@ class DensePrompts:
             if before.has_inputs or not needs_inputs:
                 return before.prompt, before.hidden
             self._drop(key)  # now, so that both do not take room at once
-        if num_bytes > self.free:
+        if not self._has_room(num_bytes):
             self._drop_unused()
-        if num_bytes > self.free:
+        if not self._has_room(num_bytes):
             if before is not None:
                 self._keep(key, before)
             return None
@@ -137,6 +139,9 @@ class DensePrompts:
             kept.prompt.score = before.prompt.score
         self._keep(key, kept)
         return kept.prompt, kept.hidden
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return num_bytes <= min(self.free, disk_usage(gettempdir()).free // 2)
 
     def _keep(self, key: _Key, kept: _KeptPrompt) -> None:
         self._kept[key] = kept

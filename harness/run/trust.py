@@ -11,6 +11,7 @@ now. `trust.md` of the results folder has what each saw, with the date and the d
 from __future__ import annotations
 
 import datetime
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
@@ -48,7 +49,7 @@ LOOKED_AT = dict(read_yaml(Path(__file__).with_name("trust.yaml")))
 SHARES = (0.05, 0.2)
 PROMPT, STEPS = 256, 8
 EQUAL = 1e-4
-"""Largest difference of logits or log-likelihoods that rounding makes."""
+"""Largest difference of logits or log-likelihoods that rounding in float32 makes."""
 
 
 class Seen(NamedTuple):
@@ -217,10 +218,13 @@ def generated_tokens_are_quantized(subject: Subject) -> Seen:
                 rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS - 1])
                 stored[name] = rows.keys.float()[:, :, PROMPT:]
     keys, coded = stored["fp32"], stored[codec.name]
+    words = f"{keys.shape[2]} tokens after the prompt under INT4"
+    if coded.shape != keys.shape:
+        return Seen(False, f"{words}: {coded.shape[2]} of them are codes")
     expected = codec.roundtrip(keys)
     error = float((coded - keys).norm() / keys.norm())
     same = torch.allclose(coded, expected, rtol=1e-3, atol=1e-3 * float(keys.abs().max()))
-    words = f"{keys.shape[2]} tokens after the prompt under INT4: {_equal(same)} their codes"
+    words += f": {_equal(same)} their codes"
     return Seen(same and error > 0, f"{words}, {100 * error:.1f} % from exact")
 
 
@@ -244,11 +248,11 @@ def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
     [metrics] = run_perplexity(config, loaded).metrics.values()
     perplexity = float(nll.double().mean().exp())
     off = abs(metrics["perplexity"] / perplexity - 1)
-    pairs = list(zip(asked.scores, asked.own_scores, strict=True))
-    apart = max(abs(own - other) for own, other in pairs)
+    scores, own_scores = torch.tensor([asked.scores, asked.own_scores], dtype=torch.float64)
+    apart = float((scores - own_scores).abs().max())  # NaN if a score is
     holds = off < EQUAL and apart < 10 * EQUAL and asked.right == asked.own_right
     words = (
-        f"perplexity {metrics['perplexity']:.3f}, by transformers {perplexity:.3f}; {len(pairs)} "
+        f"perplexity {metrics['perplexity']:.3f}, by transformers {perplexity:.3f}; {len(scores)} "
         f"log-likelihoods within {apart:.0e} of HFLM's, the same answers right"
     )
     return Seen(holds, words)
@@ -277,7 +281,7 @@ def live_is_replay(subject: Subject) -> Seen:
             hidden = replayed.decode(ids[:, PROMPT:-1], real[:, PROMPT:-1])
             logits = attached.logits(hidden)
         apart[method] = float((lived - logits).abs().max() / logits.abs().max())
-    worst = max(apart, key=lambda method: apart[method])
+    worst = max(apart, key=lambda method: (math.isnan(apart[method]), apart[method]))
     words = f"{STEPS - 1} steps of {', '.join(apart)}: logits within {apart[worst]:.0e} ({worst})"
     return Seen(apart[worst] < EQUAL, words)
 
@@ -312,9 +316,15 @@ def _listed(numbers: Collection[int]) -> str:
 def run_trust(config: RunConfig, resources: Resources) -> None:
     """Make every check, print it, and write `trust.md` of the results folder.
 
-    Raises UserError where one does not hold.
+    Raises UserError where one does not hold, and for a model that is not in float32.
     """
     subject = Subject(config, resources.model(config.model))
+    dtype = str(subject.loaded.model.dtype).removeprefix("torch.")
+    if dtype != "float32":
+        raise UserError(
+            f"experiment=trust: model.dtype={dtype}: its rounding is larger than the differences "
+            "that are looked for; allowed: float32"
+        )
     lines = []
     for name, check in CHECKS.items():
         print(f"{name} ...", file=sys.stderr, flush=True)

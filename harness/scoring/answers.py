@@ -173,7 +173,8 @@ class PromptBatch:
     """A batch of prompts after their prefill, whose branches are decoded slice by slice.
 
     root: the session of the prompts; its `reads` are those of the prefill. most_tokens: sequences
-    times columns of a slice.
+    times columns of a slice. is_even: the model takes no padding, so that the branches of a slice
+    have equal lengths, as the prompts have.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class PromptBatch:
         self.requests = requests
         self.most_tokens = most_tokens
         self.device = attached.device
+        self.is_even = attached.decoder.no_padding is not None
         self.branches: list[tuple[int, Branch]] = []
         requests_of_prompt = []
         for parent, prompt in enumerate(prompts):
@@ -208,7 +210,11 @@ class PromptBatch:
             own = sum(len(request.rows) > len(item[1].shared) for request in members)
             return max(1, own), self.num_columns + max(request.num_rows for request in members)
 
-        yield from batches(self.branches, size, self.most_tokens)
+        if not self.is_even:
+            yield from batches(self.branches, size, self.most_tokens)
+            return
+        by_length = sorted(self.branches, key=_num_shared)
+        yield from batches(by_length, size, self.most_tokens, _num_shared)
 
     def decode_shared(
         self, branches: Sequence[tuple[int, Branch]], more_columns: int = 0
@@ -241,6 +247,23 @@ class PromptBatch:
         return torch.tensor(values, device=self.device)
 
 
+def _num_shared(item: tuple[int, Branch]) -> int:
+    return len(item[1].shared)
+
+
+def prompt_batches(
+    requests: Sequence[Request],
+    attached: Attached,
+    size: Callable[[SharedPrompt], tuple[int, int]],
+    most: int,
+) -> Iterator[list[SharedPrompt]]:
+    """The prompts of `requests` in `batches`, of one length each where the model takes no
+    padding."""
+    is_even = attached.decoder.no_padding is not None
+    length = (lambda prompt: len(prompt.ids)) if is_even else None
+    return batches(share(requests), size, most, length)
+
+
 def tokens_at_once(attached: Attached) -> int:
     """Sequences times columns that are decoded at once: `CACHE_TOKENS`, or its half, quarter, ...
     that fits into the free memory of every device, so that a few MiB more or less change nothing.
@@ -256,15 +279,19 @@ def tokens_at_once(attached: Attached) -> int:
 
 
 def batches(
-    items: Iterable[Item], size: Callable[[Item], tuple[int, int]], most: int
+    items: Iterable[Item],
+    size: Callable[[Item], tuple[int, int]],
+    most: int,
+    length: Callable[[Item], int] | None = None,
 ) -> Iterator[list[Item]]:
     """Consecutive items whose sequences times columns stay within `most`, at least one; size:
-    (sequences, columns)."""
+    (sequences, columns). length: is equal in a batch; None: may differ."""
     batch: list[Item] = []
     count = width = 0
     for item in items:
         sequences, columns = size(item)
-        if batch and (count + sequences) * max(width, columns) > most:
+        is_full = (count + sequences) * max(width, columns) > most
+        if batch and (is_full or (length is not None and length(item) != length(batch[0]))):
             yield batch
             batch, count, width = [], 0, 0
         batch.append(item)
@@ -300,7 +327,11 @@ def score(
     scores: dict[int, Score] = {}
     reads = ReadStats()
     most_tokens = tokens_at_once(attached)
-    for group in batches(share(requests), lambda prompt: (1, len(prompt.ids)), PROMPT_TOKENS):
+
+    def size(prompt: SharedPrompt) -> tuple[int, int]:
+        return 1, len(prompt.ids)
+
+    for group in prompt_batches(requests, attached, size, PROMPT_TOKENS):
         batch = PromptBatch(group, requests, attached, setup, most_tokens)
         reads += batch.root.reads
         for branches in batch.slices():

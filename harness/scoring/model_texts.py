@@ -48,7 +48,17 @@ class ModelTexts(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The one token of an empty context."""
+        """The one token of an empty context. Raises UserError where the tokenizer has none."""
+        prefix = self._prefix
+        if prefix is None:
+            raise UserError(
+                f"model {self._name}: its tokenizer has no token that begins or ends a text, which "
+                "an empty context and a whole text need; give it a bos_token or an eos_token"
+            )
+        return prefix
+
+    @property
+    def _prefix(self) -> int | None:
         bos = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if bos is None else bos
 
@@ -66,9 +76,9 @@ class ModelTexts(TemplateLM):
 
     def encoded(self, text: str, add_special_tokens: bool | None = None, **options: Any) -> Any:
         """What the tokenizer makes of a text, as `tok_encode`; options: of the tokenizer's call."""
-        if add_special_tokens is None and has_bos_prefix(
-            text, self.tokenizer.decode(self.prefix_token_id)
-        ):
+        prefix = self._prefix
+        start = None if prefix is None else self.tokenizer.decode(prefix)
+        if add_special_tokens is None and has_bos_prefix(text, start):
             add_special_tokens = False
         if add_special_tokens is not None:
             options["add_special_tokens"] = add_special_tokens

@@ -25,9 +25,8 @@ from harness.scoring.answers import (
     PromptBatch,
     Request,
     SharedPrompt,
-    batches,
     needle_read,
-    share,
+    prompt_batches,
     tokens_at_once,
 )
 
@@ -66,7 +65,7 @@ def generate(
         return len(prompt.branches), len(prompt.ids) + rows
 
     most_tokens = tokens_at_once(attached)
-    for group in batches(share(requests), size, most_tokens):
+    for group in prompt_batches(requests, attached, size, most_tokens):
         batch = PromptBatch(group, requests, attached, setup, most_tokens)
         reads += batch.root.reads
         for branches in batch.slices():

@@ -133,8 +133,8 @@ class CorpusConfig:
 
     The first window begins after the calibration text where both are the same text, else at token
     0. spread: window i of n begins at i/n of the text from there on; False: windows follow one
-    another. seed: of spread windows, each begins at a random place of its n-th of the text; None:
-    at the first.
+    another. seed: of spread windows, each begins at a random token of its n-th of those at which
+    a window can begin; None: of the text, at the first.
     """
 
     name: Literal["offline", "code", "book", "wikitext2", "random"]

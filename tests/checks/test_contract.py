@@ -3,13 +3,15 @@ selected rows and the dense layers cross the link."""
 
 from __future__ import annotations
 
+import math
 from functools import cache
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from harness.checks.contract import CHECKS, MODELS, OF_CODECS, judge
+from harness.checks.contract import CHECKS, MODELS, OF_CODECS, BrokenError, judge
 from harness.checks.two_ways import HostRun, Trial, live_on_host
 from harness.decode.links import EmulatedLink
 from harness.errors import UserError
@@ -122,6 +124,22 @@ def test_over_the_link_goes_the_selection_and_the_budget_is_its_closed_form(name
             CHECKS["the link carries what is selected"](trial)
             if case.codec is None and case.method.names_rows:
                 CHECKS["rows of the GPU cache are counted"](trial)
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_count_that_is_no_number_shows_whenever_it_comes(number, monkeypatch):
+    with attached_with_link() as (attached, link):
+        setup, calls = setup_of(attached, CASES["quest"]), count()
+        select = setup.method.state.select
+
+        def miscounted(*args):
+            selection = select(*args)
+            return selection._replace(num_read=selection.num_read * (math.nan if next(calls) == number else 1))
+
+        monkeypatch.setattr(setup.method.state, "select", miscounted)
+        trial = Trial(attached, link, setup, PADDED)
+        with pytest.raises(BrokenError, match="num_read is nan tokens off"):
+            CHECKS["the link carries what is selected"](trial)
 
 
 # Every method in conf/method, with its defaults: a new file there is a new test here

@@ -187,10 +187,24 @@ def test_examples_follow_lm_evals_rule(folder, root):
     for given, expected in ((None, [0, 2, 0]), (3, [0, 3, 3]), (1, [0, 1, 1])):
         tasks = load_suite(settings(*names, folder=folder, root=root, num_fewshot=given), None).tasks
         assert [tasks[name].config.num_fewshot for name in names] == expected
-    with pytest.raises(UserError, match="num_fewshot=4: toy_two has 4 rows of its split dev"):
-        load_suite(settings("toy_two", folder=folder, root=root, num_fewshot=4), None)
+    write_yaml(folder, CHOICE | {"task": "toy_same", "fewshot_split": "test"})
+    for name, split, most in (("toy_two", "dev", 4), ("toy_same", "test", 6)):
+        config = settings(name, folder=folder, root=root, num_fewshot=most)
+        load_suite(config, None).tasks[name].build_all_requests(limit=1)
+        with pytest.raises(UserError, match=rf"num_fewshot={most + 1}: {name} has \d rows of its split {split}"):
+            load_suite(replace(config, num_fewshot=most + 1), None)
     with pytest.raises(UserError, match="num_fewshot=1: toy_shapes has 0 rows of its split dev"):
         load_suite(settings("toy_shapes", folder=folder, root=root, num_fewshot=1), None)
+
+
+def test_examples_that_stand_in_the_yaml_need_no_split(root):
+    write_rows(root / "gsm8k/test.jsonl", [{"question": "What is 1 + 2?", "answer": "#### 3"}])
+    task = load_suite(settings("gsm8k_cot", root=root), None).tasks["gsm8k_cot"]
+    task.build_all_requests()
+    assert task.instances[0].args[0].count("Q:") == 9
+    more = load_suite(settings("gsm8k_cot", root=root, num_fewshot=9), None).tasks["gsm8k_cot"]
+    with pytest.raises(UserError, match="exceeds the 8 that are available"):
+        more.build_all_requests()
 
 
 def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):

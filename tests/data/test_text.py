@@ -162,6 +162,8 @@ def test_the_start_is_what_the_tokenizer_puts_before_a_text():
         (CorpusConfig("code"), None, 0),
         (CorpusConfig("offline", path=__file__), None, 0),
         (CorpusConfig("offline"), __file__, 0),
+        (CorpusConfig("code", path=__file__), str(Path(__file__).parent / ".." / "data" / Path(__file__).name), 77),
+        (CorpusConfig("offline", path=__file__), text.__file__, 0),
     ],
 )
 def test_windows_do_not_overlap_the_calibration_text(corpus, path, offset):

@@ -43,7 +43,10 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
-    return letters(tmp_path, monkeypatch, 900)
+    """A text, and beside it a copy: methods are calibrated there, so that windows begin at its first token."""
+    text = letters(tmp_path, monkeypatch, 900)
+    text.with_name("copy.txt").write_bytes(text.read_bytes())
+    return text
 
 
 def loaded(model) -> LoadedModel:
@@ -51,7 +54,8 @@ def loaded(model) -> LoadedModel:
 
 
 def settings(text: Path, experiment: str, *overrides: str, num_tokens: int = NUM_TOKENS) -> RunConfig:
-    files = [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
+    calibration = [f"calibration.path={text.with_name('copy.txt')}", "calibration.num_tokens=80"]
+    files = [f"corpus.path={text}", *calibration]
     return load([f"experiment={experiment}", *files, f"analysis.num_tokens={num_tokens}", *overrides])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.dense_prompts import DensePrompts
-from harness.model.prompts import PromptPass, held_prompt, positions_of, shared_prompt
+from harness.model.prompts import PromptPass, held_prompt, kept_bytes, positions_of, shared_prompt
 from harness.replay import decode_pass as passes
 from methods import attention
 from methods.base import LayerInputs, Method
@@ -350,6 +351,22 @@ def test_a_prompt_that_no_run_asks_for_any_more_leaves_for_another(monkeypatch):
             assert (kept is None) == (is_run is None), "no room for it yet"
             assert bool(passes) == bool(is_run), f"run {prompts.run}"
             assert prompts.free == 0
+
+
+def test_a_prompt_is_kept_in_half_of_what_the_disk_has_free_then(monkeypatch):
+    """Another process may have filled it since the first."""
+    ids, disk = torch.tensor([[3, 5, 7, 9]]), SimpleNamespace(free=2**20)
+    monkeypatch.setattr("harness.model.dense_prompts.disk_usage", lambda _: disk)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    prompts = DensePrompts(2**20)
+    with attach(tiny("gqa"), prompts) as attached:
+        assert shared_prompt(attached, ids, real, needs_inputs=False) is not None
+        num_bytes, left = kept_bytes(attached, ids.numel()), prompts.free
+        for disk.free, is_kept in ((2 * num_bytes - 1, False), (2 * num_bytes, True)):
+            kept = shared_prompt(attached, ids + 1, real, needs_inputs=False)
+            assert (kept is not None) == is_kept
+            assert shared_prompt(attached, ids, real, needs_inputs=False) is not None, "what is kept takes no more"
+        assert prompts.free < left
 
 
 @pytest.mark.parametrize("name", ["gqa", "phi3", "gpt_neox", "opt"])

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import re
+from math import nan
+from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+from harness.errors import UserError
+from harness.model.resources import Resources
 from harness.results.columns import read_table, where
 from harness.run import cli, trust
 from harness.run.compose import load
@@ -71,6 +77,38 @@ def test_a_setting_without_effect_is_seen(check, setting, subject, few, monkeypa
 
     monkeypatch.setattr(trust.Subject, "run", deaf)
     assert not check(subject).holds
+
+
+def test_generated_tokens_that_are_not_in_the_store_are_seen(subject, few, monkeypatch):
+    run = subject.run
+
+    def longer(self: trust.Subject, *words: str):
+        return run(*words, *(["residual=64"] if "codec=int4" in words else []))
+
+    monkeypatch.setattr(trust.Subject, "run", longer)
+    seen = trust.generated_tokens_are_quantized(subject)
+    assert seen == (False, "7 tokens after the prompt under INT4: 0 of them are codes")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_is_no_number_is_seen(number, subject, few, monkeypatch):
+    """Logits of one method and a log-likelihood that are NaN, first or later."""
+    steps, calls, scores = trust._steps, itertools.count(), [-1.0, -2.0]
+    monkeypatch.setattr(trust, "_steps", lambda *args: steps(*args) * (nan if next(calls) == number else 1))
+    seen = trust.live_is_replay(subject)
+    assert not seen.holds and "within nan" in seen.words
+    scores[number] = nan
+    asked = subject.asked._replace(scores=scores, own_scores=[-1.0, -2.0])
+    monkeypatch.setitem(vars(subject), "asked", asked)
+    seen = trust.the_full_cache_is_the_models_own(subject)
+    assert not seen.holds and "within nan" in seen.words
+
+
+def test_another_dtype_is_refused(subject):
+    """Its rounding alone would fail."""
+    coarse = dataclasses.replace(subject.loaded, model=SimpleNamespace(dtype=torch.bfloat16))
+    with pytest.raises(UserError, match=r"model.dtype=bfloat16: .*; allowed: float32$"):
+        trust.run_trust(subject.config, Resources(coarse))
 
 
 SHIPPED = PACKAGES_DIR / "results"

@@ -9,6 +9,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from harness.checks.families import tiny_family
 from harness.decode.session import generate as live_texts
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -16,6 +17,7 @@ from harness.model.budgets import SHARES, ReadStats
 from harness.model.load import LoadedModel
 from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.replay.session import ReplaySession
+from harness.replay.setup import Setup
 from harness.run.compose import load
 from harness.scoring import answers
 from harness.scoring.answers import Request, Score, score
@@ -24,6 +26,7 @@ from harness.scoring.lm import Prefill, ReplayLM
 from harness.scoring.question import QuestionFinder
 from harness.scoring.writing import Written, generate
 from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
+from methods.full import Full
 from tests.cases import CASES
 from tests.living import endless, open_live, setup_of, tiny
 from tests.tokens import byte_tokenizer, starting_tokenizer
@@ -242,6 +245,39 @@ def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
     assert lm.tok_encode("ab") == lm.tok_encode("<s>ab") == start + ids
     assert lm.tok_encode("ab", add_special_tokens=False) == ids
     assert (lm.prefix_token_id, lm.eot_token_id) == (1, 2)
+
+
+def test_a_model_that_takes_no_padding_answers_in_batches_of_one_length():
+    """Prompts and shared rows of unequal lengths: scores and texts are those of each question alone."""
+    model = tiny_family("llama4_text", max_position_embeddings=MAX_LENGTH)
+    model.generation_config.eos_token_id = None
+    asked = planned(choices(*QUESTIONS), QUESTION)
+    to_write = planned(texts(*CONTEXTS, max_gen_toks=NEW), QUESTION)
+    with attach(model) as attached:
+        assert attached.decoder.no_padding
+        setup = Setup(Full(), None, None)
+        work = attached, setup, lambda count: None
+        together, _ = score(asked, *work)
+        assert len({len(request.prompt) for request in asked}) > 1 < len({request.num_rows for request in asked})
+        for request, found in zip(asked, together, strict=True):
+            (alone,), _ = score([request], *work)
+            assert found.log_likelihood == pytest.approx(alone.log_likelihood, abs=1e-4)
+        written_together, _ = generate(to_write, *work, tokenizer=TOKENIZER)
+        for request, found in zip(to_write, written_together, strict=True):
+            assert generate([request], *work, tokenizer=TOKENIZER)[0] == [found]
+
+
+def test_a_tokenizer_without_special_tokens_needs_none_until_a_context_is_empty():
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    lm = language_model(tokenizer=tokenizer)
+    assert lm.tok_encode("ab") == TOKENIZER("ab")["input_ids"]
+    assert len(lm.loglikelihood(choices(QUESTIONS[0]))) == 4 and len(lm.generate_until(texts("ab"))) == 1
+    for ask, asked in ((lm.loglikelihood, choices([("", "ab")])), (lm.loglikelihood_rolling, choices([("ab",)]))):
+        with pytest.raises(UserError, match="^model tiny: its tokenizer has no token that begins or ends a text"):
+            ask(asked)
+    with pytest.raises(UserError, match="^model tiny: its tokenizer has no token"):
+        lm.generate_until(texts(""))
 
 
 def test_chat_templates(monkeypatch):
