@@ -92,6 +92,16 @@ def test_a_file_that_changed_is_composed_anew(monkeypatch, tmp_path):
         assert composed(["platform=cpu"]).num_windows == number
 
 
+def test_a_users_experiment_keeps_its_settings_of_a_method(monkeypatch, tmp_path):
+    own_experiments(monkeypatch, tmp_path / "conf")
+    text = "# @package _global_\nexperiment: mine\nkind: perplexity\nmethod: {dense_layers: 2}\n"
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
+    for words in (["experiment=mine"], ["experiment=mine", "method=h2o"]):
+        assert composed(words) == compose(words)
+    (one,) = made({"settings": {"experiment": "mine"}, "runs": [{"method": ["h2o"]}]})
+    assert one.method_name == "h2o" and one.method.dense_layers == 2
+
+
 @pytest.mark.parametrize("label", ["alpha=1, 80 %", r"it's {a} [b]\'c\\", "null"])
 def test_words_may_hold_what_the_command_line_reads_as_syntax(label):
     assert [config.label for config in made({"runs": [{"method": "full", "label": label}]})] == [label]
