@@ -222,6 +222,10 @@ def test_an_entry_without_what_it_needs_is_left_out(library, runs, capsys, tmp_p
     assert plan.gaps() == [gap]
     given = read("experiment=outer", "sweep.data_root=DIR")
     assert [config.method_name for config in given.runs] == ["full", "h2o", "int4"] and not given.gaps()
+    library("elsewhere", "runs: ${sweep.mine}\nmine: [{when: null, seed: 3}, {method: [full, h2o]}]")
+    plan = read("experiment=elsewhere")
+    assert [config.method_name for config in plan.runs] == ["full", "h2o"]
+    assert plan.gaps() == ["left out, as when is not given: runs of perplexity (1)"]
     assert main(["experiment=outer"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[-1] == gap and lines.count(gap) == 2
