@@ -355,7 +355,7 @@ def row(text: str, name: str = "perplexity") -> list[str]:
     return line.split()[1:]
 
 
-def test_every_state_is_counted_and_named(some, capsys):
+def test_every_state_is_counted_and_named(some, monkeypatch, capsys):
     missing = Run.of(load(["method=oracle"]))
     with holding(some[3].path.parent, wait=False):
         text = status.render(status.of_runs([*some, missing]))
@@ -371,5 +371,10 @@ def test_every_state_is_counted_and_named(some, capsys):
     assert row(printed.out) == ["1", "0", "1", "2", "0", "0:04:30"] and printed.err == "", (
         "of a folder without its grid"
     )
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert main(["status=true", "results_dir='~/outputs'"]) == 0
+    assert capsys.readouterr().out == printed.out
+    assert main(["status=true", "results_dir="]) == 2
+    assert capsys.readouterr().err.startswith("error: results_dir=: is empty")
     assert main(["status=true", "results_dir=elsewhere"]) == 0
     assert capsys.readouterr().out == "nothing was started yet\n" and not Path("elsewhere").exists()
