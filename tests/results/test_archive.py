@@ -105,6 +105,15 @@ def test_the_members_are_the_results(results, packed, other, tmp_path):
     assert modes == {(archive.EPOCH, 0o644)}
 
 
+def test_results_of_other_models_within_the_folder_are_packed(results, tmp_path):
+    shutil.copytree(results, tmp_path / "outputs" / "opt-125m")
+    said = archive.pack(tmp_path / "outputs", target := tmp_path / "a.zip")
+    assert said.startswith(f"{target}: 5 records, ")
+    with archive.opened(target) as folder:
+        assert report.write_report(folder, tmp_path / "report.html").exists()
+        assert len(list(records.read_all(folder / "opt-125m"))) == 5
+
+
 def test_what_is_no_result_of_the_folder_is_left_out(other, tmp_path, caplog):
     """Interrupted and damaged records, an old report, and what lies behind a link out of the folder."""
     secret = tmp_path / "secret.csv"
