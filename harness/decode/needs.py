@@ -278,5 +278,10 @@ def sizes_of(attached: Attached, method: Method) -> ModelSizes:
 
 
 def largest_batch(fits: Callable[[int], bool], most: int) -> int:
-    """The largest batch from 0 to `most` that fits, where every smaller one fits too."""
-    return bisect_left(range(1, most + 1), True, key=lambda batch: not fits(batch))
+    """The largest batch from 0 to `most` that fits, where every smaller one fits too. None that is
+    far above it is asked for."""
+    fitting, above = 0, 1
+    while above <= most and fits(above):
+        fitting, above = above, 2 * above
+    between = range(fitting + 1, min(above, most + 1))
+    return fitting + bisect_left(between, True, key=lambda batch: not fits(batch))

@@ -1,4 +1,5 @@
-"""A results folder as one file to share: a zip archive of its records, tables, figures and pages.
+"""A results folder as one file to share: a zip archive of its records, tables, figures and pages,
+and of those of other models in folders within it.
 
     with opened(Path("results.zip")) as folder:
         ...    # as in a results folder
@@ -9,6 +10,7 @@ no more bytes than `MAX_BYTES`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import lzma
 import os
@@ -16,9 +18,8 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from harness.errors import UserError
 from harness.files import content_sha256, replacing
 from harness.results.record import BAD_VALUE_ERRORS, read_record
-from harness.settings.paths import shipped_beside
+from harness.settings.paths import models_beside, shipped_beside
 from harness.settings.schema import path_text
 
 RECORDS = "runs/*/*/record.json"
@@ -70,9 +71,10 @@ def pack(results_dir: Path, target: Path) -> str:
     Raises:
         UserError: there is nothing to share, or `target` cannot be written.
     """
-    found = _inside(results_dir, RECORDS)
+    folders = [results_dir, *(results_dir / name for name in models_beside(results_dir))]
+    found = _inside(results_dir, folders, [RECORDS])
     records = list(filter(_is_shared, tqdm(found, unit="record", delay=1, leave=False)))
-    derived = list(chain.from_iterable(_inside(results_dir, pattern) for pattern in DERIVED))
+    derived = _inside(results_dir, folders, DERIVED)
     if not records and not derived:
         nothing = "nothing to share, neither finished run nor table"
         raise UserError(f"results_dir={results_dir}: {nothing}")
@@ -94,14 +96,16 @@ def pack(results_dir: Path, target: Path) -> str:
     )
 
 
-def _inside(results_dir: Path, pattern: str) -> list[Path]:
-    """The files of a pattern, but those behind a link out of the folder; a warning names these."""
+def _inside(results_dir: Path, folders: Sequence[Path], patterns: Sequence[str]) -> list[Path]:
+    """The files of the patterns in `folders`, but those behind a link out of the results folder; a
+    warning names these."""
     inside = []
-    for path in sorted(filter(Path.is_file, results_dir.glob(pattern))):
-        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(results_dir)):
-            inside.append(path)
-        else:
-            log.warning("%s: a link out of the folder; left out of the archive", path)
+    for folder, pattern in itertools.product(folders, patterns):
+        for path in sorted(filter(Path.is_file, folder.glob(pattern))):
+            if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(results_dir)):
+                inside.append(path)
+            else:
+                log.warning("%s: a link out of the folder; left out of the archive", path)
     return inside
 
 
@@ -149,8 +153,9 @@ def _unpack(source: Path, folder: Path) -> None:
                 limit = f"more than the {MAX_BYTES:,} that are read"
                 raise UserError(f"{source}: {unpacked:,} bytes unpacked, {limit}")
             archive.extractall(folder)
-        for record in sorted(folder.glob(RECORDS)):
-            read_record(record)
+        for pattern in (RECORDS, f"*/{RECORDS}"):
+            for record in sorted(folder.glob(pattern)):
+                read_record(record)
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"{source}: cannot be unpacked into {folder} ({why})") from error

@@ -230,10 +230,13 @@ def gap_of(own: Rows, other: Rows, contexts: Keys) -> Gap | None:
     asked = values(rows_at(own, contexts), "asked")
     shares = np.divide(values(rows_at(own, contexts), "right"), asked)
     shares_of_other = np.divide(values(rows_at(other, contexts), "right"), asked)
+    differences = shares - shares_of_other
     design = design_of(contexts, asked)
-    found = design.over_models(shares - shares_of_other)
+    found = design.over_models(differences)
     half = found.half_width
-    if half == 0:  # no answer differs, which a few questions do not make impossible
+    if half == 0 and differences.any():  # the models differ alike, and their contexts need not
+        half = design.estimate(differences).half_width
+    if half == 0:  # no context differs from another, which a few questions do not make impossible
         half = RULE_OF_THREE / sum(asked)
     return Gap(
         share=design.mean(shares),

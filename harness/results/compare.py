@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NAMES = (
     "experiment", "platform", "source", "model", "method", "label", "settings", "task",
-    "batch_size", "prompt_len", "gen_len", "series", "layer", "x_name", "x",
+    "batch_size", "prompt_len", "gen_len", "memory_bytes", "series", "layer", "x_name", "x",
 )  # fmt: skip
 """Columns that say what a number was measured of."""
 KEYS = [*NAMES, "metric"]
@@ -40,10 +40,10 @@ ratio: B / A, of speed. differs: what else differs between the two runs, in word
 SHARES = ("budget", "device_frac", "resident_frac")
 SPEED = [
     column.name
-    for column in columns.LATENCY
+    for column in dict.fromkeys((*columns.LATENCY, *columns.CAPACITY))
     if column.digits is not None and column.name not in NAMES
 ]
-"""Numbers of a timed run."""
+"""Numbers of a timed run, and of the largest batch of a device."""
 INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
 """Words for the inputs that are neither code nor data."""
 MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 CODE = "code:"
 """Prefix of the inputs that are code."""
-CORE = ("data", "decode", "model", "replay")
+CORE = ("data", "decode", "model", "replay", "settings")
 """Folders of `harness` that all kinds of run share."""
 METHODS = "methods"
 

@@ -12,9 +12,10 @@ one.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from harness.run.compose import load
 from harness.run.parse import method_file
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
-from harness.settings.paths import SHIPPED
+from harness.settings.paths import CONF_DIR, SHIPPED
 
 if TYPE_CHECKING:
     from harness.paper.costmodel.capacity import Step
@@ -104,6 +105,11 @@ class Option:
     def key(self) -> str:
         """Method and codec, as `launches` of advise.yaml names them."""
         return _key(self.board)
+
+    @property
+    def has_added_codec(self) -> bool:
+        """Whether its rows have a codec that is not the method's own."""
+        return _has_added_codec(self.board)
 
     def total(self, tpot_s: float) -> float:
         """Tokens/s of all users."""
@@ -239,8 +245,8 @@ def _options(config: RunConfig, row: TableRow, most_questions: int) -> Iterator[
     words = ["experiment=capacity", "platform=h100-pcie5", f"method={row['method']}", "gpu_cache=0"]
     if not reads_own_budget(row):
         words.append(f"budget={row['asked_budget']}")
-    if "codec" not in method_file(row["method"]) and row.get("codec"):
-        words.append(f"codec={row['codec']}")
+    if _has_added_codec(row):
+        words += [f"codec={row['codec']}", f"group_size={group_size()}"]
     dense = (row.get("dense_numbers") or "0").split(" or ")[-1]
     words.append(f"method.dense_layers={dense}")
     made = load(words)
@@ -253,16 +259,28 @@ def _options(config: RunConfig, row: TableRow, most_questions: int) -> Iterator[
             continue  # what it keeps is small
         if has_cache and not made.method.names_rows:
             continue
-        capacity = replace(config.capacity, hit_frac=hit_frac if has_cache else None)
+        own_hit_frac = hit_frac if has_cache else None
+        capacity = replace(config.capacity, hit_frac=own_hit_frac, max_batch=sys.maxsize)
         here = replace(made, **settings, capacity=capacity)
         step = modelled_step(here, weight_bits=config.advise.weight_bits)
         yield Option(row, place, config, step, most_questions)
 
 
+@cache
+def group_size() -> int:
+    """`group_size` of the board's runs with a codec that is not the method's own."""
+    runs = read_yaml(CONF_DIR / "experiment" / "board.yaml")["sweep"]["runs"]
+    (found,) = {run["group_size"] for run in runs if "codec" in run}
+    return int(found)
+
+
+def _has_added_codec(row: TableRow) -> bool:
+    return bool(row.get("codec")) and "codec" not in method_file(row["method"])
+
+
 def _key(row: TableRow) -> str:
-    method, codec = row["method"], row.get("codec")
-    own = "codec" in method_file(method) or not codec
-    return method if own else f"{method}+{codec}"
+    method: str = row["method"]
+    return f"{method}+{row['codec']}" if _has_added_codec(row) else method
 
 
 # The answer
@@ -334,9 +352,16 @@ def _changes(best: Option, options: Sequence[Option], meeting: Sequence[Option])
         speeds = f"{low:.0f} to {high:.0f} tokens/s in all"
         graphs_too = f"{graph_low:.0f} to {graph_high:.0f} with CUDA graphs"
         yield f"The GPU cache: with {shares} of the rows found there {speeds}, {graphs_too}."
-        others = [option for option in meeting[1:] if option.total(option.tpot_s) > low]
-        if others:
-            yield f"At the low end {_named(others[0])} is faster, with {_speed(others[0])}."
+        other = max(meeting, key=_at_low_end)
+        if _at_low_end(other) > low:
+            yield f"At the low end {_named(other)} is faster, with {_at_low_end(other):.0f}."
+
+
+def _at_low_end(option: Option) -> float:
+    """Tokens/s of all users, where GPU caches have the least of `HIT_RANGE`."""
+    if option.place == "host, GPU cache":
+        return option.at_hit_rate(HIT_RANGE[0])
+    return option.total(option.tpot_s)
 
 
 def _points(option: Option) -> str:
@@ -351,7 +376,10 @@ def _named(option: Option) -> str:
     if _is_full(option):
         return f"{option.label} ({option.place})"
     share = BUDGET.show(option.step.budget)
-    return f"{option.label} at {share} % ({option.place})"
+    where = option.place
+    if option.has_added_codec:
+        where += f"; group_size={group_size()}"
+    return f"{option.label} at {share} % ({where})"
 
 
 Column = Callable[[Option], str]

@@ -142,7 +142,8 @@ class Jobs:
         asked = asks_status(config.status)
         if not is_sweep(config.sweep):
             if asked:
-                print(status.render(status.of_folder(config.results_dir)))
+                results_dir = path_text(config.results_dir, "results_dir")
+                print(status.render(status.of_folder(results_dir)))
             else:
                 self._run_one(config, given)
             return

@@ -102,7 +102,7 @@ def composed(overrides: Sequence[str] = ()) -> DictConfig:
 
     Hydra composes each choice of files once a process, without the method's, and again where a
     file has changed. The method's file and the values then go into a copy. Whatever is not that
-    plain, or is refused, Hydra composes itself.
+    plain, such as an experiment with settings of a method, or is refused, Hydra composes itself.
     """
     try:
         given = [read_override(word) for word in overrides]
@@ -114,7 +114,10 @@ def composed(overrides: Sequence[str] = ()) -> DictConfig:
 
 
 # Some without their sweep, which may be most of them; pickled, as deepcopy is seven times slower.
-_bases: dict[tuple[Path, int, tuple[str, ...], bool], bytes] = {}
+_Key = tuple[Path, int, tuple[str, ...], bool]
+_bases: dict[_Key, bytes] = {}
+_sets_method: dict[_Key, bool] = {}
+"""Whether the chosen files set something of the method, whichever it is."""
 
 
 def _composed_plain(given: Sequence[Override]) -> DictConfig:
@@ -137,10 +140,22 @@ def _composed_plain(given: Sequence[Override]) -> DictConfig:
         _bases[key] = pickle.dumps(base)
     config = pickle.loads(_bases[key])
     if method is not None:
+        if key not in _sets_method:
+            _sets_method[key] = _differs_from_file(config, chosen)
+        if _sets_method[key]:
+            return compose([str(override.input_line) for override in given])
         config.method = method_file(method.value())
     for override in values:
         OmegaConf.update(config, override.key_or_group, override.value())
     return config
+
+
+def _differs_from_file(base: DictConfig, chosen: Sequence[str]) -> bool:
+    """Whether what was composed has other settings of a method than the method's own file. It is
+    asked of two methods, as a setting may be as in the file of one."""
+    other = "infinigen" if base.method.name == "full" else "full"
+    methods = [base.method, compose([*chosen, f"method={other}"]).method]
+    return any(method != method_file(method.name) for method in methods)
 
 
 def _is_plain(given: Override) -> bool:

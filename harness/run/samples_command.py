@@ -124,6 +124,8 @@ def _tasks(record: Record, records: Sequence[Record], task: str | None) -> list[
     """The tasks that are asked for; UserError where there are none."""
     where = f"run {record['run_id']}"
     known = tasks_with_questions(record)
+    if record["status"] != "finished":
+        raise UserError(f"{where}: is {record['status']}; only a finished run keeps questions")
     if not known:
         raise UserError(f"{where}: of kind={record['kind']}, which keeps no questions")
     if task is not None and task not in known:

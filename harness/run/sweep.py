@@ -90,8 +90,13 @@ class Plan:
 
 
 def is_sweep(node: DictConfig | None) -> bool:
-    """Whether the `sweep` of a composed experiment says that it is many runs."""
-    return node is not None and bool(node.keys() & {"runs", "experiments"})
+    """Whether the `sweep` of a composed experiment says that it is many runs. Raises UserError
+    where it is no mapping."""
+    if node is None:
+        return False
+    if not isinstance(node, DictConfig):
+        raise UserError(f"sweep={node}: must be a group of settings, or null for one run")
+    return bool(node.keys() & {"runs", "experiments"})
 
 
 def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
@@ -166,14 +171,13 @@ def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[
         if name.partition(".")[0] not in ("sweep", "experiment"):
             given[name] = word
     combinations: list[tuple[dict[str, Any], bool]] = []  # with whether it may be refused
-    for entry, source in zip(asked.runs, written.get("runs") or (), strict=True):
+    for entry, asks_for in zip(asked.runs, _conditions(written, len(asked.runs)), strict=True):
         settings = dict(entry)
         condition, where_allowed = settings.pop("when", True), settings.pop("where_allowed", False)
         for combination in _combinations(settings):
             if condition is None:
                 experiment = _experiment_of({**settings_of_all, **combination})
-                missing = str(source["when"]).strip("${}")
-                plan.left_out.append((experiment, f"{missing} is not given"))
+                plan.left_out.append((experiment, f"{asks_for} is not given"))
             else:
                 combinations.append((combination, where_allowed))
     if "method" in given:
@@ -213,6 +217,19 @@ def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[
             part[key] = sweep[key]
         _read(plan, part, overrides, (*within, name))
     plan.minutes |= asked.minutes  # the outer sweep's word holds
+
+
+def _conditions(written: Mapping[str, Any], num_entries: int) -> list[str]:
+    """What the `when` of each entry of `runs` names, by the file; where its runs stand elsewhere,
+    `when` itself."""
+    entries = written.get("runs")
+    if not isinstance(entries, list):
+        return ["when"] * num_entries
+    names = []
+    for entry in entries:
+        condition = entry.get("when", "when") if isinstance(entry, Mapping) else "when"
+        names.append(str(condition).strip("${}"))
+    return names
 
 
 def _experiment_of(settings: Mapping[str, Any]) -> str:

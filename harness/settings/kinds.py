@@ -68,19 +68,19 @@ ABOUT_TASKS = (
 KINDS = {
     "perplexity": Kind(
         depends_on=(*TEXTS, "seq_len", "prefill_len", "num_windows"),
-        code=("scoring",),
+        code=("scoring", "results/samples.py"),
     ),
     "tasks": Kind(
         depends_on=(*ABOUT_TASKS, "prefill"),
-        code=("scoring",),
+        code=("scoring", "results/samples.py"),
     ),
     "turns": Kind(
         depends_on=ABOUT_TASKS,
-        code=("scoring",),
+        code=("scoring", "results/samples.py"),
     ),
     "long_decode": Kind(
         depends_on=(*TEXTS, "prefill_len", "max_new_tokens", "num_windows", "sampling", "seed"),
-        code=("scoring",),
+        code=("scoring", "results/samples.py"),
     ),
     "latency": Kind(
         depends_on=("platform", "placement", "latency", "seed", "calibration"),
@@ -91,7 +91,7 @@ KINDS = {
     "capacity": Kind(
         depends_on=("platform", "placement", "latency", "capacity", "seed", "calibration"),
         table="capacity",
-        code=("speed", "paper/costmodel"),
+        code=("speed", "paper/costmodel", "results/step_stats.py"),
         live=True,
         modelled=True,
     ),

@@ -36,6 +36,7 @@ HITS = (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
 OTHER_HITS = (0.0, *HITS[1:])
 NLLS = (2.0, 2.5, 3.0)
 TIMED_RUN = ["experiment=latency", "system=offload"]
+CAPACITY_RUN = ["experiment=capacity", "system=offload", "platform.device_gib=1"]
 
 
 def save_task(results: Path, method: str, hits: tuple[float, ...] = HITS, **fields: Any) -> dict[str, Any]:
@@ -102,6 +103,15 @@ def test_the_members_are_the_results(results, packed, other, tmp_path):
     with zipfile.ZipFile(packed) as opened:
         modes = {(info.date_time, stat.S_IMODE(info.external_attr >> 16)) for info in opened.infolist()}
     assert modes == {(archive.EPOCH, 0o644)}
+
+
+def test_results_of_other_models_within_the_folder_are_packed(results, tmp_path):
+    shutil.copytree(results, tmp_path / "outputs" / "opt-125m")
+    said = archive.pack(tmp_path / "outputs", target := tmp_path / "a.zip")
+    assert said.startswith(f"{target}: 5 records, ")
+    with archive.opened(target) as folder:
+        assert report.write_report(folder, tmp_path / "report.html").exists()
+        assert len(list(records.read_all(folder / "opt-125m"))) == 5
 
 
 def test_what_is_no_result_of_the_folder_is_left_out(other, tmp_path, caplog):
@@ -354,6 +364,21 @@ def test_speed_is_compared_by_ratio(results, other, capsys):
     said = printed(capsys, results, other)
     assert re.search(r"0\.5 +1 +0\.5 +2 +decode_s +latency .* offload +4 +1024 +8\n", said)
     assert re.search(r"12\.8 +6\.4 +-6\.4 +0\.5 +tokens_per_s +latency", said)
+
+
+def test_what_a_device_holds_is_compared(tmp_path):
+    batch = {name: LATENCY_METRICS[name] for name in ("platform", "source", "prompt_len", "gen_len", "budget")}
+    rows = {"one": {}, "two": {"largest_batch": 8, "kv_tokens": 8256, "model_bytes": 2**29}}
+    for name, changed in rows.items():
+        points = []
+        for memory in (2**30, 2**31):
+            holds = {"batch_size": 4, "memory_bytes": memory, "largest_batch": 16, "kv_tokens": 16512}
+            points.append(batch | holds | {"model_bytes": 2**28} | (changed if memory == 2**31 else {}))
+        save(tmp_path / name, CAPACITY_RUN, {"points": points}, table="capacity", **RAN)
+    frame = comparing.compare(tmp_path / "one", tmp_path / "two")
+    found = frame[frame.moved]
+    assert set(found.metric) == {"largest_batch", "kv_tokens", "model_bytes"} and set(found.memory_bytes) == {2**31}
+    assert dict(zip(found.metric, found.ratio, strict=True))["largest_batch"] == 0.5
 
 
 def test_a_strangers_names_fit_a_terminal(tmp_path, capsys):

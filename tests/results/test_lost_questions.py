@@ -242,6 +242,7 @@ def test_the_command_prints_text_and_json(tmp_path, capsys):
         (["OWN", "--task", "paskey"], r"--task=paskey: did you mean 'passkey'\?"),
         (["x/record.json"], r"RUN=x/record.json: no such file"),
         (["TEXT"], r"run .*: of kind=perplexity, which keeps no questions"),
+        (["FAILED"], r"run .*: is failed; only a finished run keeps questions"),
         (["ALONE"], r"run .*: no run of the full cache answered the same questions of kv_recall"),
     ],
 )
@@ -252,7 +253,10 @@ def test_refused_in_one_line(words, said, tmp_path, capsys):
         tmp_path, ["experiment=tasks", "method=h2o", "tasks=[kv_recall]"], {"kv_recall": TASK_METRICS | shares(0.16)},
         samples={"kv_recall": [sample_of(0, True)]},
     )  # fmt: skip
+    failed = save(tmp_path, ["experiment=tasks", "method=quest"], {}, status="failed", error="out of memory")
+    failed_path = records.record_path(tmp_path, "tasks", failed["run_id"])
     names = {"FULL": full, "OWN": own, "TEXT": text["run_id"], "ALONE": alone["run_id"]}
+    names["FAILED"] = str(failed_path)
     if words == [""]:
         for record in (text, alone):
             records.record_path(tmp_path, record["experiment"], record["run_id"]).unlink()

@@ -141,6 +141,7 @@ def test_the_code_that_makes_another_run_of_the_same_settings(sources):
     for file, text, counts in (
         *((f"methods/{name}.py", MORE, True) for name in ("h2o", "codecs/turbo")),
         *((f"harness/{name}.py", MORE, True) for name in ("scoring/perplexity", "replay/session", "data/text")),
+        *((f"harness/{name}.py", MORE, True) for name in ("settings/task_config", "results/samples")),
         ("methods/h2o.py", '\n# a comment\n"""words"""\n', False),
         ("methods/streaming.py", MORE, False),
         *((f"harness/{name}.py", MORE, False) for name in ("speed/timed_run", "run/runner")),

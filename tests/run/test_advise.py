@@ -100,6 +100,36 @@ def test_the_answer_joins_memory_speed_and_the_board(few):
     assert best.label not in advise.recommendation([option for option in options if option.why_not])[-1]
 
 
+def test_rows_are_coded_as_the_board_measured_them():
+    config = question("platform=h100-pcie5", "batch_size=2")
+    label = "InfiniGen2, sampled rest + int8"
+    row = next(row for row in advise.board_rows(16264) if row["label"] == label)
+    for option in advise._options(config, row, row["num_questions"]):
+        codec = option.step.capacity.plan.codec
+        assert codec is not None and codec.group_size == 16
+        assert advise._named(option).endswith(f"({option.place}; group_size=16)")
+
+
+def test_more_users_than_a_search_for_a_batch_tries_may_fit(few):
+    words = ["experiment=advise", "model=opt-125m", "prompt_len=64", "gen_len=16", "platform=h100-pcie5"]
+    config = load([*words, "batch_size=2000"])
+    row = next(row for row in advise.board_rows(80) if row["method"] == "full")
+    on_device = next(advise._options(config, row, 0))
+    assert on_device.users > 2000 and on_device.served == 2000
+
+
+def test_the_low_end_of_a_gpu_cache_is_compared_at_its_own_hit_rate(few):
+    options, _ = advise.options_of(question("platform=h100-pcie5", "batch_size=100"))
+    cached = [option for option in options if option.place == "host, GPU cache" and not option.why_not]
+    best = cached[0]
+    slower = replace(best, board=best.board | {"label": "Other"})
+    changes = list(advise._changes(best, [best, slower], [best, slower]))
+    assert not any(line.startswith("At the low end") for line in changes), "both are as slow there"
+    faster = replace(slower, step=replace(slower.step, platform=replace(slower.step.platform, link_bytes_per_s=1e14)))
+    (line,) = (line for line in advise._changes(best, [], [best, faster]) if line.startswith("At the low end"))
+    assert line.endswith(f"is faster, with {faster.at_hit_rate(0.6):.0f}.")
+
+
 def test_what_is_asked_decides(few, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "FEW", FEW[:3])
     plenty, _ = advise.options_of(question("platform=h100-pcie5", "batch_size=2"))

@@ -124,6 +124,8 @@ REFUSED = {
     "-m label=a,b": "label=a,b: names the same run several times; a sweep over systems is system=",
     "-m results_dir= seed=1,2": "results_dir=: is empty; must be a path",
     "results_dir=~nobody_of_this_name": "results_dir=~nobody_of_this_name: Hydra cannot read it",
+    "sweep=false": "sweep=False: must be a group of settings, or null for one run",
+    "sweep=foo": "sweep=foo: must be a group of settings",
     "sweep.share=1/2": "sweep.share=1/2: needs an experiment that is many runs",
     "experiment=./nothing.yaml": "experiment=./nothing.yaml: there is no file ./nothing.yaml; allowed: ablation",
     "system=offlod+int4 experiment=latency": "system=offlod+int4: did you mean 'offload+int4'",

@@ -92,6 +92,16 @@ def test_a_file_that_changed_is_composed_anew(monkeypatch, tmp_path):
         assert composed(["platform=cpu"]).num_windows == number
 
 
+def test_a_users_experiment_keeps_its_settings_of_a_method(monkeypatch, tmp_path):
+    own_experiments(monkeypatch, tmp_path / "conf")
+    text = "# @package _global_\nexperiment: mine\nkind: perplexity\nmethod: {dense_layers: 2}\n"
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
+    for words in (["experiment=mine"], ["experiment=mine", "method=h2o"]):
+        assert composed(words) == compose(words)
+    (one,) = made({"settings": {"experiment": "mine"}, "runs": [{"method": ["h2o"]}]})
+    assert one.method_name == "h2o" and one.method.dense_layers == 2
+
+
 @pytest.mark.parametrize("label", ["alpha=1, 80 %", r"it's {a} [b]\'c\\", "null"])
 def test_words_may_hold_what_the_command_line_reads_as_syntax(label):
     assert [config.label for config in made({"runs": [{"method": "full", "label": label}]})] == [label]
@@ -212,6 +222,10 @@ def test_an_entry_without_what_it_needs_is_left_out(library, runs, capsys, tmp_p
     assert plan.gaps() == [gap]
     given = read("experiment=outer", "sweep.data_root=DIR")
     assert [config.method_name for config in given.runs] == ["full", "h2o", "int4"] and not given.gaps()
+    library("elsewhere", "runs: ${sweep.mine}\nmine: [{when: null, seed: 3}, {method: [full, h2o]}]")
+    plan = read("experiment=elsewhere")
+    assert [config.method_name for config in plan.runs] == ["full", "h2o"]
+    assert plan.gaps() == ["left out, as when is not given: runs of perplexity (1)"]
     assert main(["experiment=outer"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[-1] == gap and lines.count(gap) == 2
@@ -341,7 +355,7 @@ def row(text: str, name: str = "perplexity") -> list[str]:
     return line.split()[1:]
 
 
-def test_every_state_is_counted_and_named(some, capsys):
+def test_every_state_is_counted_and_named(some, monkeypatch, capsys):
     missing = Run.of(load(["method=oracle"]))
     with holding(some[3].path.parent, wait=False):
         text = status.render(status.of_runs([*some, missing]))
@@ -357,5 +371,10 @@ def test_every_state_is_counted_and_named(some, capsys):
     assert row(printed.out) == ["1", "0", "1", "2", "0", "0:04:30"] and printed.err == "", (
         "of a folder without its grid"
     )
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert main(["status=true", "results_dir='~/outputs'"]) == 0
+    assert capsys.readouterr().out == printed.out
+    assert main(["status=true", "results_dir="]) == 2
+    assert capsys.readouterr().err.startswith("error: results_dir=: is empty")
     assert main(["status=true", "results_dir=elsewhere"]) == 0
     assert capsys.readouterr().out == "nothing was started yet\n" and not Path("elsewhere").exists()
