@@ -309,8 +309,11 @@ class WorkerLink(Link):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
         self._error: BaseException | None = None
+        self._is_set_up = threading.Event()
         self._worker = threading.Thread(target=self._work, name="kv-link", daemon=True)
         self._worker.start()
+        self._is_set_up.wait()
+        torch.set_num_threads(torch.get_num_threads())  # of threads to come, which had the worker's
 
     def ends_at(self, start_s: float, num_bytes: int) -> float:
         """When a transfer that has moved its bytes gives the link free, in perf_counter seconds."""
@@ -351,7 +354,8 @@ class WorkerLink(Link):
 
     @torch.inference_mode()
     def _work(self) -> None:
-        torch.set_num_threads(1)  # of this thread: OpenMP keeps the number per thread
+        torch.set_num_threads(1)  # of this thread, and of every thread that begins after it
+        self._is_set_up.set()
         free_s = 0.0
         while (job := self._jobs.get()) is not None:
             start_s = max(job.submitted_s, free_s)

@@ -227,6 +227,8 @@ class LiveSession(SessionSizes):
         if self.placement == "disk":
             raise ValueError("placement=disk: a session is not forked there")
         self._bring_back_prompt()
+        for use in self.link_uses:  # each fork has its own
+            use.close()
         child = copy(self)
         child.is_fork = True
         child.shares = {device: share.fork() for device, share in self.shares.items()}

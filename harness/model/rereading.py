@@ -56,6 +56,7 @@ def run_prompts(
     shared = shared_prompt(attached, ids, real, needs_inputs=needs_inputs)
     if shared is not None:
         prompt, hidden = shared
+        model_cache.num_columns = ids.shape[1]  # as after a pass
     elif isinstance(method, RereadsPrompt):
         prompt, hidden = held_prompt(attached, ids, real, model_cache)
     else:

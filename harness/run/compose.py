@@ -153,7 +153,7 @@ def _composed_plain(given: Sequence[Override]) -> DictConfig:
 def _differs_from_file(base: DictConfig, chosen: Sequence[str]) -> bool:
     """Whether what was composed has other settings of a method than the method's own file. It is
     asked of two methods, as a setting may be as in the file of one."""
-    other = "infinigen" if base.method.name == "full" else "full"
+    other = next(name for name in options("method") if name != base.method.name)
     methods = [base.method, compose([*chosen, f"method={other}"]).method]
     return any(method != method_file(method.name) for method in methods)
 

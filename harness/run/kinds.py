@@ -255,8 +255,11 @@ class Capacity(Measurement):
         if config.placement not in ("device", "host"):
             allowed = "allowed in kind=capacity: device, host"
             raise UserError(f"placement={config.placement}: {allowed}")
-        from methods.extras import RereadsPrompt  # loads torch
+        from methods.extras import NeedsInputs, RereadsPrompt  # loads torch
 
+        if isinstance(method, NeedsInputs):
+            runs = "needs the inputs of the layers, for which each prompt runs in one pass"
+            raise UserError(f"method={config.method_name}: {runs}; kind=capacity does not size it")
         if isinstance(method, RereadsPrompt):
             holds = "reads each prompt again and holds the states of all layers meanwhile"
             raise UserError(f"method={config.method_name}: {holds}; kind=capacity does not size it")

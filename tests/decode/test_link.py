@@ -174,3 +174,17 @@ def test_an_interrupt_ends_a_wait_and_the_link(monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(waits) == 1 and 0 < waits[0] <= 600
+
+
+def test_a_thread_that_begins_under_a_link_has_the_cores_of_the_others():
+    """Its worker copies on one, and torch gives a new thread the number that was set last."""
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        with EmulatedLink(FAST):
+            thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2]

@@ -14,6 +14,7 @@ from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.dense_prompts import DensePrompts
 from harness.model.prompts import PromptPass, held_prompt, kept_bytes, positions_of, shared_prompt
+from harness.model.rereading import run_prompts
 from harness.replay import decode_pass as passes
 from methods import attention
 from methods.base import LayerInputs, Method
@@ -367,6 +368,16 @@ def test_a_prompt_is_kept_in_half_of_what_the_disk_has_free_then(monkeypatch):
             assert (kept is not None) == is_kept
             assert shared_prompt(attached, ids, real, needs_inputs=False) is not None, "what is kept takes no more"
         assert prompts.free < left
+
+
+def test_a_kept_prompt_leaves_the_models_cache_as_a_pass_does():
+    """Some models count positions from it."""
+    ids, real = token_batch(PROMPTS["even"])
+    with attach(tiny("gqa"), DensePrompts(2**24)) as attached:
+        for _ in "run", "kept":
+            model_cache = attached.new_cache()
+            run_prompts(attached, CASES["full"].method, [], ids, real, lambda *_: None, model_cache)
+            assert model_cache.num_columns == ids.shape[1]
 
 
 @pytest.mark.parametrize("name", ["gqa", "phi3", "gpt_neox", "opt"])

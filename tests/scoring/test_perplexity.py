@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 from dataclasses import replace
 from functools import cache
@@ -64,7 +65,8 @@ defaults = cache(lambda kind: load([f"experiment={kind}"]))
 def settings(kind: str, text: str, method: Method, **changes) -> RunConfig:
     """Settings of a run of three windows or prompts of the text."""
     about = {"method": method, "method_name": type(method).__name__.lower(), "num_windows": 3, "prefill_len": PROMPT}
-    files = {"corpus": CorpusConfig("offline", path=text), "calibration": CalibrationConfig(path=text, num_tokens=64)}
+    copy = shutil.copyfile(text, f"{text}.calibration")  # another text, so that windows begin at its first token
+    files = {"corpus": CorpusConfig("offline", path=text), "calibration": CalibrationConfig(path=copy, num_tokens=64)}
     return replace(defaults(kind), **(about | files | SHORT[kind] | changes))
 
 
