@@ -451,6 +451,10 @@ class Geometry:
             else self.head_dim + (self.value_dim or self.head_dim)
         )
 
+    def every_key(self, positions: Tensor) -> Tensor:
+        """The keys of `positions` tokens, in tokens (`elements`), fp64: what true scores read."""
+        return (positions * (self.head_dim / self.elements)).double()
+
     def softmax(self, layer: int) -> Softmax:
         return self.softmaxes[layer] if self.softmaxes else Softmax(self.scale)
 

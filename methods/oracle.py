@@ -26,8 +26,8 @@ class OracleState(State):
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         scores = rows.true_scores().clone()
-        every_key = rows.positions * (self.geometry.head_dim / self.geometry.elements)
-        return self.choose(layer, scores, rows)._replace(side=every_key.double())
+        every_key = self.geometry.every_key(rows.positions)
+        return self.choose(layer, scores, rows)._replace(side=every_key)
 
     def choose(self, layer: int, scores: Tensor, rows: QueryRows) -> Selection:
         return self.method.choose(scores, rows, self.lengths.final, self.geometry)

@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from methods.base import (
-    LayerInputs,
-)
+from methods.base import LayerInputs
 
 PACKAGE = "kvpress"
 INSTALL = "pip install --no-deps kvpress==0.5.5 cachetools fire termcolor"

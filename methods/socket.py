@@ -43,6 +43,7 @@ from torch.nn.functional import logsigmoid
 from methods.base import Calibration, PromptRows, QueryRows
 from methods.codecs.base import code_bytes, pack_codes
 from methods.coded_keys import room_for_keys, unpack_to
+from methods.projection import tokens_of
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import Allowed, least, setting
 
@@ -125,9 +126,8 @@ class SocketState(RetrievingState):
         KV heads share: every query meets all of them."""
         method, geometry = self.method, self.geometry
         bits = 8 * code_bytes(method.num_bits, 1) + 16 * method.value_weighted
-        of_planes = method.num_bits * geometry.head_dim / geometry.num_kv_heads
         of_tokens = positions.double() * (bits / (16 * geometry.elements))
-        return of_tokens + of_planes / geometry.elements
+        return of_tokens + tokens_of(self.normals[0], geometry) / geometry.num_kv_heads
 
 
 @dataclass(frozen=True)

@@ -126,8 +126,7 @@ class VAttentionState(PartialKeysState):
         """The keys in few bits; every key whole where the true scores choose."""
         if self.method.has_index:
             return super().index_read(layer, positions)
-        every_key = positions * (self.geometry.head_dim / self.geometry.elements)
-        return every_key.double()
+        return self.geometry.every_key(positions)
 
     def drawn(
         self, sample: int, layer: int, rows: QueryRows, others: Tensor, size: Tensor

@@ -50,12 +50,7 @@ from methods.base import Lengths, Method, TokenCounts
 from methods.codecs.base import FLOAT_DTYPES, RowCodec
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import CacheCodec, every_codec, without_keys
-from methods.extras import (
-    KeysOnDevice,
-    to_calibrate,
-    tokenized,
-    why_replay_only,
-)
+from methods.extras import KeysOnDevice, to_calibrate, tokenized, why_replay_only
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"num_key_value_heads": 2}),

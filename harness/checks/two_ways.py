@@ -23,9 +23,7 @@ from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from methods.base import QueryRows, Selection
 from methods.evicting import EvictingState
-from methods.extras import (
-    why_replay_only,
-)
+from methods.extras import why_replay_only
 
 STEPS = 10
 ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each

@@ -26,21 +26,13 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from tqdm import tqdm
 
 from harness.data import ruler, squad_metrics
-from harness.data.rows import (
-    layout,
-    own_files,
-)
+from harness.data.rows import layout, own_files
 from harness.errors import UserError, missing, nearest, refused
 from harness.files import cache_dir, replacing, text_sha256
 from harness.model.budgets import warn_once
 from harness.model.shape import read_yaml
 from harness.settings.config import RunConfig
-from harness.settings.task_config import (
-    AIME_TASKS,
-    OFFLINE_TASKS,
-    RULER_TASKS,
-    TASKS,
-)
+from harness.settings.task_config import AIME_TASKS, OFFLINE_TASKS, RULER_TASKS, TASKS
 
 squad_metrics.provide()  # before any Python of a task is imported
 

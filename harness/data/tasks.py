@@ -34,11 +34,7 @@ from harness.data.rows import (
 from harness.data.task_plan import Leaf, Suite, plan
 from harness.errors import UserError, missing, reason
 from harness.settings.config import RunConfig
-from harness.settings.task_config import (
-    AIME_TASKS,
-    REASONING_TASKS,
-    RULER_TASKS,
-)
+from harness.settings.task_config import AIME_TASKS, REASONING_TASKS, RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel

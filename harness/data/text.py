@@ -202,11 +202,11 @@ def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]
 def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) -> int:
     """Token at which the first evaluation window starts: right after the calibration tokens where
     both are the same text, so that no method is scored on the text that calibrated it."""
-    if corpus.path is not None and calibration.path is not None:
-        is_same = Path(corpus.path).resolve() == Path(calibration.path).resolve()
-    else:
-        is_same = corpus.path == calibration.path and corpus.name == calibration.name
-    return calibration.num_tokens if is_same else 0
+
+    def source(text: CorpusConfig | CalibrationConfig) -> Path | str:
+        return text.name if text.path is None else Path(text.path).resolve()
+
+    return calibration.num_tokens if source(corpus) == source(calibration) else 0
 
 
 class TextWindow(NamedTuple):

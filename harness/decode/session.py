@@ -40,13 +40,7 @@ from harness.model.attached import Attached
 from harness.model.attention import ROW_BACKENDS
 from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
 from harness.model.passes import launching_on, require_codable
-from harness.model.policies import (
-    Policy,
-    evicts,
-    new_states,
-    policies_of,
-    require_layers,
-)
+from harness.model.policies import Policy, evicts, new_states, policies_of, require_layers
 from harness.model.prompts import PASS_TOKENS, prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write

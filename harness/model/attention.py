@@ -26,7 +26,6 @@ ROWS = 256
 """Query rows whose scores or masks are held at once, where they are."""
 SCORES_PER_CHUNK = 2**23
 """Scores held at once, 32 MiB in fp32: more than a CPU's last-level cache is slower."""
-MAX_CHUNK = 256
 LEAST_NORM = 1e-12
 """Of an attention output, so that the error of one that is all zeros is a number."""
 READ_AHEAD_BYTES = 5 * 2**18

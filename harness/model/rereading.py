@@ -24,13 +24,7 @@ from harness.model.dense_prompts import Keep, PrefilledPrompt
 from harness.model.model_cache import ModelCache
 from harness.model.output_projection import output_factor
 from harness.model.passes import Handler
-from harness.model.prompts import (
-    dense_pass,
-    held_prompt,
-    kept_bytes,
-    prompt_bytes,
-    shared_prompt,
-)
+from harness.model.prompts import dense_pass, held_prompt, kept_bytes, prompt_bytes, shared_prompt
 from methods.base import Method, PromptRows, State
 from methods.extras import NeedsInputs, Repetition, RereadingState, RereadRows, RereadsPrompt
 

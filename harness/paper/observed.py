@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.model.attached import Attached
-from harness.model.attention import MAX_CHUNK, SCORES_PER_CHUNK
+from harness.model.attention import ROWS, SCORES_PER_CHUNK
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.load import LoadedModel
 from harness.model.prompts import PromptPass
@@ -130,7 +130,7 @@ class Subject:
 
         def show(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
             heads, tokens = query.shape[1:3]
-            size = max(1, min(MAX_CHUNK, SCORES_PER_CHUNK // (heads * tokens)))
+            size = max(1, min(ROWS, SCORES_PER_CHUNK // (heads * tokens)))
             for start in range(0, tokens if layer in observers else 0, size):
                 stop = min(start + size, tokens)
                 rows, seen = query[:, :, start:stop], key[:, :, :stop]

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from harness.decode.gpu_cache import GpuCache
 from harness.model.attached import Attached
 from harness.model.attention import (
-    MAX_CHUNK,
+    ROWS,
     SCORES_PER_CHUNK,
     dense_attention,
     heads_last,
@@ -164,7 +164,7 @@ class DecodePass(Handler):
         size, num_rows = self.session.rows_per_block, query.shape[2]
         if size is None:
             scores_of_row = query.shape[0] * query.shape[1] * self.history.length
-            size = max(16, min(MAX_CHUNK, SCORES_PER_CHUNK // scores_of_row))
+            size = max(16, min(ROWS, SCORES_PER_CHUNK // scores_of_row))
         for begin in range(0, num_rows, size):
             yield slice(begin, min(begin + size, num_rows))
 

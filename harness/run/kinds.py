@@ -257,12 +257,14 @@ class Capacity(Measurement):
             raise UserError(f"placement={config.placement}: {allowed}")
         from methods.extras import NeedsInputs, RereadsPrompt  # loads torch
 
-        if isinstance(method, NeedsInputs):
-            runs = "needs the inputs of the layers, for which each prompt runs in one pass"
-            raise UserError(f"method={config.method_name}: {runs}; kind=capacity does not size it")
-        if isinstance(method, RereadsPrompt):
-            holds = "reads each prompt again and holds the states of all layers meanwhile"
-            raise UserError(f"method={config.method_name}: {holds}; kind=capacity does not size it")
+        unsized = {
+            NeedsInputs: "needs the inputs of the layers, for which each prompt runs in one pass",
+            RereadsPrompt: "reads each prompt again and holds the states of all layers meanwhile",
+        }
+        for prompts, why in unsized.items():
+            if isinstance(method, prompts):
+                name = f"method={config.method_name}"
+                raise UserError(f"{name}: {why}; kind=capacity does not size it")
         if not (platform.overlap and platform.pinned):
             hides = "kind=capacity is about transfers beside the computation, of pinned memory"
             raise UserError(f"platform.overlap=false or platform.pinned=false: {hides}")

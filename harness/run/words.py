@@ -10,11 +10,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, Quote, QuotedStr
 from hydra.errors import HydraException
 
 from harness import errors
-from harness.errors import (
-    UserError,
-    nearest,
-    one_line,
-)
+from harness.errors import UserError, nearest, one_line
 from harness.run.compose import as_sweep, override, read_override
 from harness.settings.schema import is_group, options, setting_of
 

@@ -11,10 +11,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from lm_eval.api.instance import Instance
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    normalize_gen_kwargs,
-)
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import GenerationConfig
 

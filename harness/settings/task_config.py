@@ -9,14 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from harness.errors import UserError
-from harness.settings.schema import (
-    MOST,
-    Count,
-    FolderText,
-    Natural,
-    Share,
-    Text,
-)
+from harness.settings.schema import MOST, Count, FolderText, Natural, Share, Text
 
 GENERATED_TASKS = ("kv_recall", "passkey")
 RULER_TASKS = (

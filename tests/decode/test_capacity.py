@@ -25,6 +25,7 @@ from harness.paper.costmodel.schemes import Efficiency, Platform
 from harness.results import columns
 from harness.run.cli import main
 from harness.run.compose import load
+from harness.run.kinds import measurement_of
 from harness.speed import capacity as emulated
 from harness.speed import latency as speed
 from methods.codecs.integers import IntegerCodec
@@ -304,6 +305,13 @@ def test_settings_without_meaning_are_refused(words, said):
     with pytest.raises(UserError) as refusal:
         modelled.run_modelled(load(["experiment=capacity", *words]))
     assert str(refusal.value).startswith(said) and "\n" not in str(refusal.value)
+
+
+def test_a_method_that_needs_inputs_is_refused():
+    config = load(["experiment=capacity", *H100, "method=snapkv"])
+    config = replace(config, method=CASES["projected"].method, method_name="mine")
+    with pytest.raises(UserError, match="^method=mine: needs the inputs of the layers"):
+        measurement_of("capacity").check(config)
 
 
 def test_a_limit_plays_no_part_where_nothing_is_decoded():

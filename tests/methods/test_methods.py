@@ -17,14 +17,7 @@ from methods.extras import RereadsPrompt, to_calibrate
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, choose_columns
-from methods.infinigen2 import (
-    InfiniGen2,
-    InfiniGen2Sampled,
-    balanced,
-    eigenvectors,
-    mixing,
-    moments,
-)
+from methods.infinigen2 import InfiniGen2, InfiniGen2Sampled, balanced, eigenvectors, mixing, moments
 from methods.infinigen_pool import InfiniGenPool
 from methods.kascade import Kascade
 from methods.loki import Loki

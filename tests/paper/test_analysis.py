@@ -38,7 +38,7 @@ Points = dict[tuple[str, int | None, str, float | None], dict]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks that do not divide the length."""
-    monkeypatch.setattr(observed, "MAX_CHUNK", 7)
+    monkeypatch.setattr(observed, "ROWS", 7)
 
 
 @pytest.fixture
