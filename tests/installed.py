@@ -95,7 +95,8 @@ def build_wheel(folder: Path) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=LEFT_OUT)
     shutil.copy(ROOT / MODULE, source / MODULE)
     with tarfile.open(build("build_sdist", source, folder / "sdist")) as sdist:
-        sdist.extractall(folder / "unpacked", filter="data")
+        by_data = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4 on
+        sdist.extractall(folder / "unpacked", **by_data)
     (unpacked,) = (folder / "unpacked").iterdir()
     return build("build_wheel", unpacked, folder / "wheel")
 
