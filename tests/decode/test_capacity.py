@@ -29,6 +29,7 @@ from harness.run.kinds import measurement_of
 from harness.speed import capacity as emulated
 from harness.speed import latency as speed
 from methods.codecs.integers import IntegerCodec
+from methods.codecs.split import SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from plots import speed as figures
@@ -55,6 +56,11 @@ def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200
     model = replace(model, sizes=model.sizes._replace(hidden=0, head_dim=0, attention=0, ffn=0))
     plan = Plan(model, method, codec, placement, **options)
     return Capacity("platform=machine", plan, 24, 8, device_bytes, host_bytes, max_batch=50)
+
+
+OWN_S = 4 * ROW / 1e6 + 4 * (2 * 64 * (2 * 64 + 2 * 32) + 8 * ROW) / 1e9
+"""Of a step whose layers wait for 8 rows each: the own rows cross, and the attention computes, while nothing is
+fetched."""
 
 
 def test_the_largest_batch_by_hand():
@@ -103,6 +109,21 @@ def test_a_modelled_step_by_hand():
     assert int4.budget == pytest.approx((2 + 2 * share) / 4)
     expected = (2 + 2 * share) * rows + 2 * 3 * ROW * (1 + share)
     assert int4.seconds(3) == pytest.approx(expected / 1e6, rel=0.01)
+    # The last 8 of 28 tokens stay exact on the device.
+    kivi = capacity_of(Full(dense_layers=2), SplitCodec(IntegerCodec("int4"), IntegerCodec("int4"), 8), "host")
+    residual = modelled.Step(MACHINE, SHAPE, kivi, efficiency=EXACT)
+    assert residual.budget == pytest.approx((2 + 2 * share * 20 / 28) / 4)
+    expected = (2 + 2 * share * 20 / 28) * rows + 2 * 3 * ROW * (1 + share)
+    assert residual.seconds(3) == pytest.approx(expected / 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize("dense_layers", [0, 2])
+def test_rows_of_dense_layers_and_of_own_queries_share_the_link(dense_layers):
+    method = replace(CASES["infinigen-own"].method, dense_layers=dense_layers)
+    step = modelled.Step(MACHINE, SHAPE, capacity_of(method, placement="host"), efficiency=EXACT)
+    dense, selected = 28 * dense_layers, 8 * (4 - dense_layers)
+    link_s = (dense + selected) * ROW / 1e6
+    assert link_s < step.seconds(1) <= link_s + OWN_S + 1e-8
 
 
 def test_rows_that_stay_on_the_device_do_not_cross():
@@ -111,9 +132,9 @@ def test_rows_that_stay_on_the_device_do_not_cross():
     for hit_frac, rows in ((0.0, 0), (0.75, 2)):
         capacity = capacity_of(method, placement="host", gpu_cache=rows)
         steps[hit_frac] = modelled.Step(MACHINE, SHAPE, capacity, hit_frac, EXACT)
-    read, own = 4 * 8 * ROW / 1e6, 4 * ROW / 1e6  # 0.3 of 28 tokens; own rows cross while others are waited for
-    assert read < steps[0.0].seconds(1) <= read + own + 1e-5
-    assert 0.25 * read < steps[0.75].seconds(1) <= 0.25 * read + own + 1e-5
+    read = 4 * 8 * ROW / 1e6  # 0.3 of 28 tokens
+    assert steps[0.0].seconds(1) == pytest.approx(read + OWN_S)
+    assert steps[0.75].seconds(1) == pytest.approx(0.25 * read + OWN_S)
 
 
 @pytest.mark.parametrize("method", [Full(dense_layers=2), CASES["h2o"].method, CASES["quest"].method])

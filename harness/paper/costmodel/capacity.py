@@ -10,9 +10,10 @@ ahead cross the link beside the block before; rows that a layer chooses by its o
 for; rows of dense layers, where others read less, cross during the whole step. Beside the counts
 of `predict`, a step reads what the method's state keeps of each layer once. Coded rows are read as
 they are stored where kernels take them, and else decoded first (a write and a read in half
-precision). The efficiencies are fitted to the paper's systems on one machine. The table counts
-neither launches of kernels nor Python, nor the conflicts of a batch's sequences, so its small
-batches are optimistic; `Step.host_seconds` has the launches, for `harness.run.advise`.
+precision); the last tokens that a codec leaves exact are read on the device. The efficiencies are
+fitted to the paper's systems on one machine. The table counts neither launches of kernels nor
+Python, nor the conflicts of a batch's sequences, so its small batches are optimistic;
+`Step.host_seconds` has the launches, for `harness.run.advise`.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ class Step:
         exact = 2 * self.shape.kv_size * WEIGHT_BYTES * self.counts.cached
         total = 0.0
         for index, layer in enumerate(self.capacity.plan.model.layers):
-            total += self._tokens_read(layer.policy) * stores[index].slot_bytes
+            total += self._stored_read(layer.policy, stores[index]) * stores[index].slot_bytes
         return total * self.shape.num_kv_heads / (exact * self.shape.num_layers)
 
     def seconds(self, batch: int) -> float:
@@ -265,7 +266,7 @@ class Step:
             # A state that chooses scores its index; one that evicts updates what it keeps.
             index_flops = 2 * shape.num_heads / shape.num_kv_heads * index_read / WEIGHT_BYTES
             prediction = self._seconds(Work(index_flops, index_read))
-            load = waited = spread = 0.0
+            load = late = spread = 0.0
             if on_host and policy.kind == "method":
                 spread = spread_s
                 load = row_bytes / link
@@ -274,7 +275,7 @@ class Step:
                     if plan.gpu_cache:
                         load *= 1 - self.hit_frac
                 if policy.when == "own_query":
-                    load, waited = 0.0, load
+                    load, late = 0.0, load
             elif on_host and not reads_less:
                 load = row_bytes / link
             store_s = store.heads * store.slot_bytes / link if on_host else 0.0
@@ -283,8 +284,9 @@ class Step:
                     load=load + spread,
                     attention=sum(self._seconds(work) for work in attention),
                     ffn=self._seconds(self._matmul(batch, shape.ffn_weights)),
-                    prediction=prediction + waited,
+                    prediction=prediction,
                     store=store_s,
+                    late=late,
                 )
             )
         head = self._seconds(self._matmul(batch, shape.vocab_size * shape.hidden_size))
@@ -299,20 +301,27 @@ class Step:
         assert read is not None, "asked for before"
         return read
 
+    def _stored_read(self, policy: Policy, store: KVStore) -> float:
+        """Those of them that are read as stored: the codec leaves the last `residual` exact, on
+        the device."""
+        if not store.codec.residual:
+            return self._tokens_read(policy)
+        return store.codec.stored(self.counts.cached)
+
     def _row_bytes(self, policy: Policy, store: KVStore) -> float:
         """Bytes of the rows of a layer that the step reads, of all sequences, as they are
         stored."""
-        return self._tokens_read(policy) * store.heads * store.slot_bytes
+        return self._stored_read(policy, store) * store.heads * store.slot_bytes
 
     def _attention(self, policy: Policy, store: KVStore, row_bytes: float) -> Work:
         """The products with the rows that are read, and the traffic of these."""
-        rows = (self._tokens_read(policy) + 1) * store.batch
-        num_bytes = row_bytes
+        exact_row = self.shape.token_bytes
+        read, stored = self._tokens_read(policy), self._stored_read(policy, store)
+        num_bytes = row_bytes + (read - stored) * store.batch * exact_row
         is_plain = store.format.is_exact or store.format.has_kernels(torch.device("cuda"))
         if not is_plain:
-            decoded = 2 * self.shape.kv_size * WEIGHT_BYTES * rows
-            num_bytes += 2 * decoded
-        return Work(4 * self.shape.query_size * rows, num_bytes)
+            num_bytes += 2 * stored * store.batch * exact_row
+        return Work(4 * self.shape.query_size * (read + 1) * store.batch, num_bytes)
 
     def _matmul(self, rows: int, weights: int) -> Work:
         return Work(2 * rows * weights, self.weight_bits / 8 * weights)

@@ -106,7 +106,8 @@ class Layer(NamedTuple):
 class BlockTimes(NamedTuple):
     """Seconds of one block when nothing waits. load: the input of its attention over the link;
     store: its output over the link; prediction: of the next block's tokens; other: the output head,
-    which follows the last block."""
+    which follows the last block; late: the part of the input that is known only after the block's
+    own query (overlap `block`)."""
 
     load: float
     attention: float
@@ -114,6 +115,7 @@ class BlockTimes(NamedTuple):
     prediction: float = 0.0
     store: float = 0.0
     other: float = 0.0
+    late: float = 0.0
 
     @property
     def compute(self) -> float:
@@ -273,7 +275,8 @@ def block_ends(blocks: Sequence[BlockTimes], overlap: Overlap) -> list[float]:
 
     A task starts when its resource (compute or link) is free and the one task it waits for has
     ended. A block's attention waits for its own transfer; the first block's transfer has nothing to
-    hide behind. With overlap `none` every task waits for the one before it.
+    hide behind. Its late part starts after the prediction, with the link to itself. With overlap
+    `none` every task waits for the one before it.
     """
     ends = []
     if overlap == "none":
@@ -293,6 +296,8 @@ def block_ends(blocks: Sequence[BlockTimes], overlap: Overlap) -> list[float]:
     arrived = link
     for block, load in zip(blocks, [*(block.load for block in blocks[1:]), 0.0], strict=True):
         compute, here = compute + block.prediction, arrived
+        if block.late:
+            compute = link = max(compute, link) + block.late
         if overlap == "block":
             link = arrived = max(link, compute) + load
         compute = max(compute, here) + block.attention
