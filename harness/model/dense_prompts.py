@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from shutil import disk_usage
@@ -102,6 +103,7 @@ class DensePrompts:
     def __init__(self, most_bytes: int) -> None:
         self.free = most_bytes
         self.run = 0
+        self._most_tokens = sys.maxsize
         self._kept: dict[_Key, _KeptPrompt] = {}
 
     def get(
@@ -139,6 +141,13 @@ class DensePrompts:
             kept.prompt.score = before.prompt.score
         self._keep(key, kept)
         return kept.prompt, kept.hidden
+
+    def same_batches(self, most_tokens: int) -> int:
+        """`most_tokens`, sequences times columns of a batch, but no more than a run before had:
+        prompts are found again in the same batch alone, while the memory that is free comes and
+        goes."""
+        self._most_tokens = min(self._most_tokens, most_tokens)
+        return self._most_tokens
 
     def _has_room(self, num_bytes: int) -> bool:
         return num_bytes <= min(self.free, disk_usage(gettempdir()).free // 2)

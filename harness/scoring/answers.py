@@ -275,7 +275,7 @@ def tokens_at_once(attached: Attached) -> int:
     most = CACHE_TOKENS
     while most > 1 and most * token_bytes > MEMORY_SHARE * free:
         most //= 2
-    return most
+    return most if attached.prompts is None else attached.prompts.same_batches(most)
 
 
 def batches(

@@ -14,6 +14,7 @@ from harness.decode.session import generate as live_texts
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.budgets import SHARES, ReadStats
+from harness.model.dense_prompts import DensePrompts
 from harness.model.load import LoadedModel
 from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.replay.session import ReplaySession
@@ -544,6 +545,14 @@ def test_what_is_decoded_at_once_fits_into_half_of_the_free_memory(monkeypatch):
         for free, expected in ((2**50, 32_768), (2 * token_bytes * 9000, 8192), (2 * token_bytes * 8192, 8192), (0, 1)):
             monkeypatch.setattr(answers, "available_bytes", lambda device, free=free: free)
             assert answers.tokens_at_once(attached) == expected
+
+
+def test_runs_that_share_prompts_have_the_same_batches(monkeypatch):
+    """Memory that comes and goes splits no batch anew."""
+    free = iter((2**50, 0, 2**50))
+    monkeypatch.setattr(answers, "available_bytes", lambda device: next(free))
+    with attach(tiny("gqa"), DensePrompts(2**20)) as attached:
+        assert [answers.tokens_at_once(attached) for _ in range(3)] == [32_768, 1, 1]
 
 
 def test_each_piece_of_a_text_is_decoded_once(monkeypatch):
