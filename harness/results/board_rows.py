@@ -378,8 +378,7 @@ def traffic(row: TableRow) -> float:
 
 
 def _middle(row: TableRow, name: str) -> float:
-    middle: float = (row[f"{name}_low"] + row[f"{name}_high"]) / 2
-    return middle
+    return float(row[f"{name}_low"] + row[f"{name}_high"]) / 2
 
 
 TRAFFIC = Metric("traffic", "link + device", CACHE, 1, logarithmic=True)
@@ -498,6 +497,4 @@ def by_model(keys: Keys, models: Models) -> Iterator[tuple[str, Keys]]:
     parts = [(model, on_models(keys, [model])) for model in models.all]
     if len(models.together) > 1:
         parts.append((ALL_MODELS, on_models(keys, models.together)))
-    for model, of_model in parts:
-        if len(of_model):
-            yield model, of_model
+    yield from (part for part in parts if part[1])
