@@ -25,7 +25,7 @@ def page() -> str:
         "What `advise` answers to five questions, and how far it lies from speeds that others saw. "
         "`python -m harness.run.worked` writes this page.",
         "",
-        KNOWN["launches_of"],
+        " ".join(KNOWN["on_page"]),
     ]
     for number, asked in enumerate(KNOWN["worked"], 1):
         words = ["experiment=advise", *asked["settings"]]
