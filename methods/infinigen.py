@@ -280,13 +280,16 @@ class ScoreSelecting(Capped, Selecting):
             )
             return Selection(mask, num_read)
         hide(scores, rows)
-        count = self.cap(cached, final)
-        tokens = rows.slot_positions
-        relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, count))
+        count, relative = self.cap(cached, final), None
         if not self._counts_by_cap:
-            above = num_true(at_least(relative, relative.new_tensor(-alpha)))  # [batch, sets, rows]
+            relative = self.reduced(scores)
+            above = num_true(at_least(relative, relative.new_full((), -alpha)))  # [batch, sets, rows]
             mean = above.sum(1) // above.shape[1]
             count = torch.minimum(mean.clamp(min=1), count)
+        tokens = rows.slot_positions
+        forced = self.forced(tokens, tokens, rows.positions, count)
+        if relative is None or forced is not None:  # relative scores stay what they are
+            relative = self.reduced(scores, forced)
         return Selection(*self.joined(largest(relative, count, order), count, geometry))
 
 

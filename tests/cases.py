@@ -348,7 +348,7 @@ CASES = {
     "oracle-sampled": Case(OracleSampled(budget=0.3, dense_layers=2)),
     "infinigen": Case(InfiniGen(alpha=0.3, budget=0.4)),
     "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, budget=0.3)),
-    "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, budget=0.6, dense_layers=1)),
+    "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, budget=0.6, dense_layers=1, num_sinks=1)),
     "infinigen-step": Case(InfiniGen(alpha=inf, budget=0.4, when="previous_step", num_sinks=1, recent_frac=0.3)),
     "infinigen-own": Case(InfiniGen(alpha=inf, budget=0.3, when="own_query", group="max_probs", dense_layers=0)),
     "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),

@@ -411,8 +411,8 @@ class Trace(TorchDispatchMode):
             each is not None and each.dtype == torch.bool for each in args[1]
         ):
             self.fault(f"{name} by a mask waits for its number")
-        elif name == "where" and any(not each.is_cuda for each in inputs):
-            self.fault("where copies a number of the host to the device, and waits")
+        elif name in ("where", "_to_copy") and any(not each.is_cuda for each in (*inputs, *outputs)):
+            self.fault(f"{name} copies a number between host and device, and waits")
         self.count(name)
         if operation in KERNELS:
             self._count_mask(kwargs.get("attn_mask", args[3] if len(args) > 3 else None))

@@ -443,7 +443,8 @@ class CudaLink(Link):
             started.synchronize()
 
     def drain(self) -> None:
-        self.stream.synchronize()
+        stream = self.stream if self.overlap else torch.cuda.current_stream(self.device)
+        stream.synchronize()
 
     def close(self) -> None:
         self.drain()  # kernels may still be reading pinned memory that is about to be freed

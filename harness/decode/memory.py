@@ -350,7 +350,7 @@ def smaller_card(device: torch.device, gib: float | None) -> Iterator[None]:
         return
     torch.cuda.empty_cache()  # so that what torch holds is tensors
     held = torch.cuda.memory_reserved(device)
-    whole = held + available_bytes(device)
+    whole = held + torch.cuda.mem_get_info(device)[0]
     if not held < gib * GIB <= whole:
         raise UserError(
             f"platform.device_gib={gib:g}: must be above {held / GIB:.1f}, which the weights take, "

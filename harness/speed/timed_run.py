@@ -46,7 +46,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -217,7 +217,7 @@ def _time_repeat(
 ) -> _Repeat:
     """Time one repeat; its session is closed and gone at the end. limit_s: seconds of decoding
     after which no further step is timed, except for the first."""
-    with closing(open_session()) as session:
+    with closing(open_session()) as session, ExitStack() as stack:
         # 1. The prompt.
         device, shape = session.attached.device, run.shape
         began = _now(device)
@@ -234,7 +234,7 @@ def _time_repeat(
 
         # 2. The steps. The link is not waited for after the warm-up: the rows of the first timed
         # step are under way already, as for every other step.
-        uses = [link.open_use() for link in session.links]
+        uses = [stack.enter_context(closing(link.open_use())) for link in session.links]
         decoding_began = _now(device)
         for _ in range(shape.warmup_steps):
             logits = session.decode_step(logits.argmax(-1))
@@ -256,8 +256,6 @@ def _time_repeat(
         segments = session.timeline.take()
         timed_busy_s = sum(use.busy_s for use in uses)
         timed_span_s = sum(use.span_s for use in uses)
-        for use in uses:
-            use.close()
 
         # 3. What they took.
         counts: dict[str, int | None] = {}

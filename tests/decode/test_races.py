@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from harness.decode.links import CudaLink
 from harness.model.attach import attach
 from tests.cases import CASES, WIDE
-from tests.fake_cuda import Stream, Streams, fake_streams, place
+from tests.fake_cuda import CUDA, Stream, Streams, fake_streams, place
 from tests.living import PROMPTS, TOLERANCE, force, largest_difference, open_live, tiny
 
 STEPS = 3
@@ -171,3 +171,13 @@ def test_a_missing_wait_or_record_is_found(name, forgotten, monkeypatch):
     with fake_streams():
         _, accesses, host = decode(name)
         assert accesses.unrecorded(host) if forgotten == "record" else accesses.races()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_drained_link_has_moved_everything(overlap):
+    with fake_streams():
+        link, moved = CudaLink(CUDA, overlap=overlap), []
+        link.start(lambda: moved.append((Streams.current().number, Streams.current().tick())), [])
+        link.drain()
+        ((stream, tick),) = moved
+        assert Stream.host[stream] >= tick
