@@ -58,7 +58,7 @@ def right_vectors(rows: Tensor) -> Tensor:
 
 class PartialKeysState(State):
     """A few numbers of every key, and scores on them; `partial_key` and `partial_query` compute
-    them.
+    them, here all of the key's elements.
 
     partial_keys[layer]: [batch, num_kv_heads, slots, columns]; with `index_bits` the packed bytes,
     uint8, in the layout of `methods.coded_keys`.
@@ -78,12 +78,12 @@ class PartialKeysState(State):
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
         """Numbers that are kept of `key` [batch, num_kv_heads, n, head_dim]: [batch, num_kv_heads,
         n, columns]."""
-        raise NotImplementedError
+        return key
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
         """Scaled query on these numbers: fp32 [batch, num_kv_heads, group, rows, columns], of [...,
         head_dim]."""
-        raise NotImplementedError
+        return query.float() * self.geometry.scale
 
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows

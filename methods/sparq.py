@@ -40,9 +40,6 @@ class SparQState(PartialKeysState, RetrievingState):
         self.through: dict[int, Tensor] = {}
         self.first: dict[int, Tensor] = {}
 
-    def partial_key(self, layer: int, key: Tensor) -> Tensor:
-        return key
-
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
         """The largest channels of each row, by the sum over the group; the scale makes up for the
         others."""

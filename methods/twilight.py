@@ -52,12 +52,6 @@ class TwilightState(QuestState, PartialKeysState):
         if self.method.candidate_frac is not None:
             QuestState.append(self, layer, key, value, positions, slots)
 
-    def partial_key(self, layer: int, key: Tensor) -> Tensor:
-        return key
-
-    def partial_query(self, layer: int, query: Tensor) -> Tensor:
-        return query.float() * self.geometry.scale
-
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """Quest's candidates, pruned by the estimated attention on them. With `group=union` each
         query head has candidates of its own."""

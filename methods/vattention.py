@@ -78,12 +78,6 @@ class VAttentionState(PartialKeysState):
         if self.method.has_index:
             super().append(layer, key, value, positions, slots)
 
-    def partial_key(self, layer: int, key: Tensor) -> Tensor:
-        return key
-
-    def partial_query(self, layer: int, query: Tensor) -> Tensor:
-        return query.float() * self.geometry.scale
-
     def select(self, layer: int, rows: QueryRows) -> Selection:
         method, visible = self.method, rows.visible()
         if method.has_index:

@@ -24,6 +24,7 @@ from methods.evicting import EvictingState
 from methods.extras import Calibrates, KeysOnDeviceState, RereadingState, to_calibrate
 
 META = torch.device("meta")
+CALIBRATION_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,11 @@ def state_sizes(
     dtype: torch.dtype,
     capacity_of: Callable[[int], int],
     calibration: Calibration | None = None,
-    calibration_tokens: int = 1024,
 ) -> StateSizes:
     """The sizes of a method's state for sequences with prompts of these numbers of tokens.
 
     capacity_of: slots of a layer's store, by the layer's number. calibration: None: it is made
-    without numbers, as if of a text of `calibration_tokens` tokens, where one is needed. Raises
+    without numbers, as if of a text of `CALIBRATION_TOKENS` tokens, where one is needed. Raises
     UserError for a method whose sizes depend on the numbers, and ValueError as `Method.new_state`.
     """
     if method.reads_all:
@@ -108,7 +108,6 @@ def state_sizes(
                 dtype,
                 capacity_of,
                 calibration,
-                calibration_tokens,
                 real_device,
             )
         except (NotImplementedError, RuntimeError) as error:
@@ -130,7 +129,6 @@ def _state_sizes(
     dtype: torch.dtype,
     capacity_of: Callable[[int], int],
     calibration: Calibration | None,
-    calibration_tokens: int,
     real_device: torch.device,
 ) -> StateSizes:
     batch, columns = len(prompts), max(prompts)
@@ -149,7 +147,7 @@ def _state_sizes(
     with ShapesAlone():
         to_measure = to_calibrate(method)
         if calibration is None and to_measure is not None:
-            calibration = _calibration(to_measure, geometry, dtype, calibration_tokens)
+            calibration = _calibration(to_measure, geometry, dtype)
         state = method.new_state(geometry, lengths, calibration)
         if isinstance(state, RereadingState):
             score = torch.empty(batch, kv_heads, columns, device=META)
@@ -178,14 +176,11 @@ def _state_sizes(
     return StateSizes(whole, by_layer)
 
 
-def _calibration(
-    method: Calibrates, geometry: Geometry, dtype: torch.dtype, num_tokens: int
-) -> Calibration:
+def _calibration(method: Calibrates, geometry: Geometry, dtype: torch.dtype) -> Calibration:
     """A calibration without numbers, of all layers."""
-    query = torch.empty(geometry.num_heads, num_tokens, geometry.head_dim, dtype=dtype, device=META)
-    key = torch.empty(
-        geometry.num_kv_heads, num_tokens, geometry.head_dim, dtype=dtype, device=META
-    )
+    size = CALIBRATION_TOKENS, geometry.head_dim
+    query = torch.empty(geometry.num_heads, *size, dtype=dtype, device=META)
+    key = torch.empty(geometry.num_kv_heads, *size, dtype=dtype, device=META)
     measured: list[Calibration] = []
     for _ in range(geometry.num_layers):
         measured.append(method.calibrate(query, key, geometry, measured))

@@ -85,7 +85,11 @@ FAMILIES = {
     "opt": {"word_embed_proj_dim": 64},
 }
 PLACED = [
-    *((name, "host", 0) for name in (*WIDE, "infinigen-union", "int4", "snapkv-both") if CASES[name].method.when != "true_scores"),
+    *(
+        (name, "host", 0)
+        for name in (*WIDE, "infinigen-union", "int4", "snapkv-both")
+        if CASES[name].method.when != "true_scores"
+    ),
     *((name, "host", 1) for name in ("infinigen", "infinigen-fixed", "pool-fifo", "quest", "sparq", "shadowkv")),
     *((name, "device", 0) for name in ("full", "h2o", "infinigen", "infinigen-final", "oracle", "pool-fills")),
     *((name, "managed", 0) for name in ("full", "int4", "h2o")),
