@@ -155,7 +155,7 @@ def test_the_trace_finds_what_it_is_for(gpu):
         (lambda: scores.copy_(host, non_blocking=True), "pageable"),
         (lambda: pinned[:, 0].copy_(scores[:2], non_blocking=True), "strided"),
         (lambda: torch.where(scores > 0, scores, torch.tensor(0.0)), "where copies a number"),
-        (lambda: torch.tensor(0.0).to("cuda"), "_to_copy copies a number"),
+        (lambda: torch.tensor(0.0).to(CUDA), "_to_copy copies a number"),
     ):
         faulty()
         assert gpu.faults and message in gpu.faults[-1][1]
