@@ -283,9 +283,8 @@ class ScoreSelecting(Capped, Selecting):
         count, relative = self.cap(cached, final), None
         if not self._counts_by_cap:
             relative = self.reduced(scores)
-            above = num_true(
-                at_least(relative, relative.new_full((), -alpha))
-            )  # [batch, sets, rows]
+            # [batch, sets, rows]
+            above = num_true(at_least(relative, relative.new_full((), -alpha)))
             mean = above.sum(1) // above.shape[1]
             count = torch.minimum(mean.clamp(min=1), count)
         tokens = rows.slot_positions

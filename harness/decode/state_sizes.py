@@ -25,6 +25,7 @@ from methods.extras import Calibrates, KeysOnDeviceState, RereadingState, to_cal
 
 META = torch.device("meta")
 CALIBRATION_TOKENS = 1024
+"""Of a calibration without numbers, as by default of one with numbers."""
 
 
 @dataclass(frozen=True)

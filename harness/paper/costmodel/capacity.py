@@ -209,7 +209,7 @@ class Step:
     def budget(self) -> float:
         """Share of the full cache that the step reads, as `harness.model.budgets` counts it."""
         stores = self.capacity.plan.stores(self.capacity.lengths(1))
-        exact = 2 * self.shape.kv_size * WEIGHT_BYTES * self.counts.cached
+        exact = self.shape.token_bytes * self.counts.cached
         total = 0.0
         for index, layer in enumerate(self.capacity.plan.model.layers):
             total += self._stored_read(layer.policy, stores[index]) * stores[index].slot_bytes
