@@ -59,7 +59,7 @@ from benchmarks.peer_process import PACKAGES, Peer, PeerError, decode
 from benchmarks.timing import Timed, Took, in_turn, keep_freed_memory, ratios
 from harness.data.generated import offline_sentences
 from harness.data.tasks import load_suite
-from harness.data.text import corpus_ids, first_window_offset, offline_text, start_ids, text_windows, token_ids
+from harness.data.text import offline_text, token_ids, windows_of
 from harness.decode.session import LiveSession
 from harness.errors import UserError, exit_code, nearest, reason, refused
 from harness.files import cache_dir, write_atomic
@@ -201,15 +201,8 @@ def perplexity(bench: Bench) -> Iterator[Comparison]:
 
     @torch.inference_mode()
     def theirs() -> list[float]:
-        windows = text_windows(
-            corpus_ids(config.corpus, config.data, bench.loaded.reader),
-            seq_len=sizes.window,
-            num_windows=sizes.windows,
-            offset=first_window_offset(config.corpus, config.calibration),
-            start=start_ids(bench.loaded.reader),
-        )
         losses = []
-        for window in windows:
+        for window in windows_of(config, bench.loaded.reader, config.seq_len):
             ids = torch.tensor([window.ids], device=model.device)
             logits = model(ids, use_cache=False).logits[0, :-1]
             losses.append(float(cross_entropy(logits.float(), ids[0, 1:])))

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from harness.data.rows import from_hub
 from harness.errors import UserError
-from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig
+from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig, RunConfig
 
 WIKITEXT_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 WIKITEXT_FILE = "wikitext2/test.txt"  # below data.root
@@ -268,3 +268,21 @@ def text_windows(
             first = offset + number * of_text
         windows.append(TextWindow([*start, *ids[first : first + of_text]], place))
     return windows
+
+
+def windows_of(
+    config: RunConfig, tokenizer: Any, length: int, setting: str = "seq_len"
+) -> list[TextWindow]:
+    """The windows of a run, of `length` tokens each, from its corpus behind what calibrates. Raises
+    UserError as `corpus_ids`, `start_ids` and `text_windows` do."""
+    corpus = config.corpus
+    return text_windows(
+        corpus_ids(corpus, config.data, tokenizer),
+        seq_len=length,
+        num_windows=config.num_windows,
+        offset=first_window_offset(corpus, config.calibration),
+        spread=corpus.spread,
+        seed=corpus.seed,
+        start=start_ids(tokenizer),
+        setting=setting,
+    )

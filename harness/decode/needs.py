@@ -1,8 +1,8 @@
-"""The memory that a live session will take, and the largest batch that a device's memory holds,
-known without opening a session.
+"""What a live session takes: its layers' stores and all other memory, and the largest batch that a
+device's memory holds, known without opening a session.
 
-It is the plan by which `harness.decode.opening` opens one (`harness.decode.plan`), over the same
-stores; the method's state is sized by its own code (`harness.decode.state_sizes`).
+`LiveSession` holds the `Plan` by which it is opened (`harness.decode.opening`); the method's state
+is sized by its own code (`harness.decode.state_sizes`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from harness.decode import memory
+from harness.decode.disk_store import DiskStore
 from harness.decode.gpu_cache import rooms
+from harness.decode.memory import DEFAULT_TUNING, Tuning
 from harness.decode.plan import num_slots, plan_memory
 from harness.decode.resident import LocalCache
 from harness.decode.share import BatchLengths
 from harness.decode.state_sizes import StateSizes, state_sizes
 from harness.decode.store import KVStore, RowFormat
 from harness.model.attached import Attached
-from harness.model.policies import Policy, loses_tokens, policies_of, require_layers
+from harness.model.policies import Policy, policies_of, require_layers
 from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
@@ -30,6 +33,8 @@ from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
 from methods.extras import KeysOnDevice
+
+CPU = torch.device("cpu")
 
 
 class LayerSizes(NamedTuple):
@@ -98,8 +103,8 @@ class DeviceNeeds(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A session to be sized. codec: of the layers under the method; None stores rows as they are.
-    of_state: the sizes of its states that are known. Other fields as in `LiveSession`."""
+    """A session, and what it will take. codec: of the layers under the method; None stores rows as
+    they are. of_state: the sizes of its states that are known. Other fields as in `LiveSession`."""
 
     model: ModelSizes
     method: Method
@@ -113,6 +118,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_layers(self.codec, self.model.geometry.num_layers)
+
+    @cached_property
+    def policies(self) -> list[Policy]:
+        """What each attention layer does."""
+        return [layer.policy for layer in self.model.layers]
 
     @property
     def coded(self) -> CacheCodec:
@@ -132,8 +142,7 @@ class Plan:
     @property
     def numbers(self) -> list[int]:
         """The layers under the method, as methods count them."""
-        policies = [layer.policy for layer in self.model.layers]
-        return [policy.number for policy in policies if policy.kind == "method"]
+        return [policy.number for policy in self.policies if policy.kind == "method"]
 
     @property
     def exact(self) -> FloatCodec:
@@ -146,24 +155,17 @@ class Plan:
 
         Raises UserError or ValueError for a method that cannot run so.
         """
-        model, method = self.model, self.method
+        layers = range(len(self.policies))
+        windows = sum(self.window_bytes(layer, lengths) for layer in layers)
         stores = self.stores(lengths)
-        policies = [layer.policy for layer in model.layers]
-        pairs = [(prompt, prompt + lengths.max_new_tokens) for prompt in lengths.prompts]
-        of_rooms = rooms(method, policies, self.gpu_cache, pairs)
-        windows = 0
-        for layer in model.layers:
-            if layer.policy.window is not None:
-                elements = layer.num_kv_heads * (layer.head_dim + layer.value_dim)
-                windows += LocalCache.bytes_of(layer.policy.window, lengths, elements, model.dtype)
         has_link = self.placement in BEHIND_LINK
         plan = plan_memory(
             stores,
-            policies,
-            method,
+            self.policies,
+            self.method,
             self.coded,
             lengths,
-            of_rooms,
+            self.rooms(lengths),
             self._pass_tokens(lengths, pass_tokens) if has_link else None,
         )
         slots = sum(store.nbytes for store in stores.values())
@@ -183,30 +185,63 @@ class Plan:
             kept=kept,
             state=state.whole,
             workspace=self.workspace(lengths, pass_tokens),
-            weights=model.weight_bytes,
+            weights=self.model.weight_bytes,
         )
+
+    def rooms(self, lengths: BatchLengths) -> list[int] | None:
+        """Rows of each sequence that stay on the device, with `gpu_cache`."""
+        pairs = [(prompt, prompt + lengths.max_new_tokens) for prompt in lengths.prompts]
+        return rooms(self.method, self.policies, self.gpu_cache, pairs)
+
+    def window_bytes(self, layer: int, lengths: BatchLengths) -> int:
+        """Bytes of a local layer; 0 for one that sees every token."""
+        sizes = self.model.layers[layer]
+        if sizes.policy.window is None:
+            return 0
+        elements = sizes.num_kv_heads * (sizes.head_dim + sizes.value_dim)
+        return LocalCache.bytes_of(sizes.policy.window, lengths, elements, self.model.dtype)
 
     def stores(self, lengths: BatchLengths) -> dict[int, KVStore]:
         """The store of each layer that sees every token, without memory."""
         found = {}
-        for index, layer in enumerate(self.model.layers):
-            policy = layer.policy
-            if policy.window is not None:
-                continue
-            codec = self.codec_of(policy)
-            found[index] = KVStore(
-                RowFormat(
-                    codec, layer.head_dim, self.model.dtype, layer.value_dim, layer.values_in_keys
-                ),
-                batch=len(lengths.prompts),
-                num_kv_heads=layer.num_kv_heads,
-                capacity=num_slots(
-                    self.method, policy, codec, lengths, evicts=loses_tokens(self.method)
-                ),
-                placement=self.placement,
-                device=torch.device("cpu"),
-            )
+        for layer, policy in enumerate(self.policies):
+            if policy.window is None:
+                found[layer] = self.store(layer, lengths)
         return found
+
+    def store(
+        self,
+        layer: int,
+        lengths: BatchLengths,
+        device: torch.device = CPU,
+        tuning: Tuning = DEFAULT_TUNING,
+    ) -> KVStore:
+        """The store of a layer that sees every token, without memory. device: where the layer
+        computes; tuning: of the link to it. Dense layers store rows as they are, here and in
+        replay."""
+        sizes, batch = self.model.layers[layer], len(lengths.prompts)
+        codec = self.codec_of(sizes.policy)
+        capacity = num_slots(self.method, sizes.policy, codec, lengths)
+        row_format = RowFormat(
+            codec, sizes.head_dim, self.model.dtype, sizes.value_dim, sizes.values_in_keys
+        )
+        if self.placement == "disk":
+            return DiskStore(
+                row_format,
+                batch=batch,
+                num_kv_heads=sizes.num_kv_heads,
+                capacity=capacity,
+                device=device,
+            )
+        return KVStore(
+            row_format,
+            batch=batch,
+            num_kv_heads=sizes.num_kv_heads,
+            capacity=capacity,
+            placement=self.placement,
+            device=device,
+            tuning=tuning,
+        )
 
     def workspace(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> int:
         """Bytes of the activations of one layer: in a pass over `pass_tokens` of the prompts'
@@ -242,16 +277,13 @@ class Plan:
         if key not in self.of_state:
             lengths = BatchLengths(prompts, max_new_tokens)
             numbered = {}
-            for layer in self.model.layers:
-                if layer.policy.kind == "method":
-                    numbered[layer.policy.number] = layer.policy
+            for policy in self.policies:
+                if policy.kind == "method":
+                    numbered[policy.number] = policy
 
             def capacity_of(number: int) -> int:
                 policy = numbered[number]
-                codec = self.codec_of(policy)
-                return num_slots(
-                    self.method, policy, codec, lengths, evicts=loses_tokens(self.method)
-                )
+                return num_slots(self.method, policy, self.codec_of(policy), lengths)
 
             self.of_state[key] = state_sizes(
                 self.method,

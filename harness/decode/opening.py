@@ -1,4 +1,4 @@
-"""Opens the caches of a live session on one device: asks whether they fit (`harness.decode.plan`),
+"""Opens the caches of a live session on one device: asks whether they fit (`harness.decode.needs`),
 and allocates them."""
 
 from __future__ import annotations
@@ -15,25 +15,22 @@ from harness.decode.disk_store import DiskStore
 from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
 from harness.decode.links import DiskLink
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
-from harness.decode.plan import num_slots, plan_memory
+from harness.decode.needs import Plan
+from harness.decode.plan import plan_memory
 from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
 from harness.decode.share import DeviceShare
-from harness.decode.store import KVStore, RowFormat, indices
+from harness.decode.store import KVStore, indices
 from harness.model.attached import Attached
 from harness.model.policies import Policy
-from harness.settings.config import Placement
-from methods.base import Method
-from methods.codecs.floats import FloatCodec
-from methods.codecs.split import CacheCodec, SplitCodec, codec_at
-from methods.evicting import EvictingState
+from methods.codecs.split import SplitCodec
 from methods.extras import KeysOnDevice, KeysOnDeviceState
 
 
 class Opening:
     """Opens the caches of a session, one device after another.
 
-    Given: the settings of `LiveSession`; codec: of the layers under the method; exact: of the
-    dense ones. slabs: empty ones by device; those that are made are put there.
+    plan: of the session. pinned: host memory is page-locked. slabs: empty ones by device; those
+    that are made are put there.
     Filled by `open_share`: caches: by layer. parts: the layers that request a part of the dense
     layers' rows. bytes_needed: memory that was asked for.
     """
@@ -41,20 +38,12 @@ class Opening:
     def __init__(
         self,
         attached: Attached,
-        method: Method,
-        policies: Sequence[Policy],
-        codec: CacheCodec,
-        exact: FloatCodec,
-        placement: Placement,
+        plan: Plan,
         pinned: bool,
         slabs: MutableMapping[torch.device, PinnedSlab],
     ) -> None:
         self.attached = attached
-        self.method = method
-        self.policies = policies
-        self.codec = codec
-        self.exact = exact
-        self.placement = placement
+        self.plan = plan
         self.pinned = pinned
         self.slabs = slabs
         self.caches: dict[int, LayerCache | LocalCache] = {}
@@ -65,77 +54,46 @@ class Opening:
         """Open the caches of the layers on one device. pass_tokens: tokens of the prompts that pass
         a layer together; activations: bytes that the pass takes. Raises UserError where they do not
         fit into memory."""
+        plan, lengths = self.plan, share.batch.counts
+        tuning = DEFAULT_TUNING if share.link is None else share.link.tuning
         stores: dict[int, KVStore] = {}
         windows = 0
         for layer, shape in enumerate(self.attached.layers):
-            policy = self.policies[layer]
             if shape.device != share.device:
                 continue
+            policy = plan.policies[layer]
             if policy.window is None:
-                stores[layer] = self._new_store(share, layer)
+                stores[layer] = plan.store(layer, lengths, share.device, tuning)
             else:
                 self.caches[layer] = LocalCache(policy, share.batch)
-                elements = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
-                windows += LocalCache.bytes_of(
-                    policy.window, share.batch.counts, elements, self.attached.dtype
-                )
+                windows += plan.window_bytes(layer, lengths)
         if not stores:
             return
-        plan = plan_memory(
+        needed = plan_memory(
             stores,
-            self.policies,
-            self.method,
-            self.codec,
-            share.batch.counts,
+            plan.policies,
+            plan.method,
+            plan.coded,
+            lengths,
             share.rooms,
             pass_tokens if share.link is not None else None,
         )
-        on_device = activations + windows + plan.num_bytes
+        on_device = activations + windows + needed.num_bytes
         self._allocate(share, [*stores.values()], on_device)
-        if plan.shared is not None:
+        if needed.shared is not None:
             for _ in range(2):
-                share.free.append(share.new_buffer(*plan.shared))
-        self._open_caches(share, stores, plan.num_ahead)
-
-    def _new_store(self, share: DeviceShare, layer: int) -> KVStore:
-        """A layer's store, not allocated yet. Dense layers store rows as they are, in replay and
-        here."""
-        shape, policy = self.attached.layers[layer], self.policies[layer]
-        is_coded = policy.kind == "method"
-        codec = codec_at(self.codec, policy.number) if is_coded else self.exact
-        replaces = isinstance(share.state, EvictingState)
-        capacity = num_slots(self.method, policy, codec, share.batch.counts, evicts=replaces)
-        is_latent = shape.latent is not None
-        row_format = RowFormat(
-            codec, shape.head_dim, self.attached.dtype, shape.value_dim, is_latent
-        )
-        if isinstance(share.link, DiskLink):
-            return DiskStore(
-                row_format,
-                batch=len(share.batch.prompts),
-                num_kv_heads=shape.num_kv_heads,
-                capacity=capacity,
-                device=share.device,
-            )
-        return KVStore(
-            row_format,
-            batch=len(share.batch.prompts),
-            num_kv_heads=shape.num_kv_heads,
-            capacity=capacity,
-            placement=self.placement,
-            device=share.device,
-            tuning=DEFAULT_TUNING if share.link is None else share.link.tuning,
-        )
+                share.free.append(share.new_buffer(*needed.shared))
+        self._open_caches(share, stores, needed.num_ahead)
 
     def _allocate(self, share: DeviceShare, stores: Sequence[KVStore], on_device: int) -> None:
         """Ask for the memory of a device's layers, allocate the stores, and compile the kernels of
         a step. on_device: bytes beside the slots."""
         slots = sum(memory.aligned(store.nbytes) for store in stores)
-        if self.placement == "host":
+        if self.plan.placement == "host":
             needed = SessionBytes(slots, on_device)
-        elif self.placement == "disk":
+        elif self.plan.placement == "disk":
             needed = SessionBytes(_disk_buffer(stores), on_device)
-        elif self.placement == "device":
+        elif self.plan.placement == "device":
             needed = SessionBytes(0, slots + on_device)
         else:
             needed = SessionBytes(0, on_device, slots)
@@ -169,7 +127,7 @@ class Opening:
         ahead: list[AheadFetcher] = []
         others: list[LayerCache] = []
         for layer, store in stores.items():
-            policy = self.policies[layer]
+            policy = self.plan.policies[layer]
             fetcher: Fetcher
             if share.link is not None and len(ahead) < num_ahead:
                 fetcher = AheadFetcher(share, store, share.link)
@@ -191,7 +149,7 @@ class Opening:
         self, share: DeviceShare, policy: Policy, store: KVStore, fetcher: Fetcher
     ) -> LayerCache:
         state = share.state if policy.kind == "method" else None
-        method, codec = self.method, store.codec
+        method, codec = self.plan.method, store.codec
         if isinstance(codec, SplitCodec) and codec.residual:
             return ResidualCache(policy, share, store, codec, method, fetcher)
         if isinstance(state, KeysOnDeviceState) and isinstance(method, KeysOnDevice):

@@ -14,7 +14,7 @@ from harness.decode.gpu_cache import GpuCache
 from harness.decode.resident import ResidualCache, ValuesCache
 from harness.decode.share import LAYERS_UNDER_WAY, BatchLengths
 from harness.decode.store import KVStore
-from harness.model.policies import Policy
+from harness.model.policies import Policy, loses_tokens
 from methods.base import Method
 from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, mean_bits
 from methods.extras import KeysOnDevice
@@ -87,13 +87,11 @@ def plan_memory(
     return MemoryPlan(num_ahead, (largest, rows_of(largest)), buffers, under_way, resident)
 
 
-def num_slots(
-    method: Method, policy: Policy, codec: AnyCodec, lengths: BatchLengths, *, evicts: bool
-) -> int:
-    """Slots of a layer's store, of each sequence and KV head. evicts: tokens leave the cache for
-    good, and their slots are used again."""
+def num_slots(method: Method, policy: Policy, codec: AnyCodec, lengths: BatchLengths) -> int:
+    """Slots of a layer's store, of each sequence and KV head. Those of tokens that leave the cache
+    for good are used again."""
     rows = lengths.rows(lengths.max_new_tokens)
-    if policy.kind == "method" and evicts:
+    if policy.kind == "method" and loses_tokens(method):
         return max(method.tokens_kept(row, policy.number) for row in rows)
     if codec.residual:
         return max(codec.stored(row.cached) for row in rows)

@@ -24,9 +24,9 @@ from torch.nn.attention import sdpa_kernel
 from harness.decode import memory
 from harness.decode.ahead import AheadPart
 from harness.decode.cache import Fetcher, LayerCache
-from harness.decode.gpu_cache import rooms
 from harness.decode.links import Link, Links, LinkUse, leads_to_disk, link_of
 from harness.decode.memory import PinnedSlab
+from harness.decode.needs import Plan, sizes_of
 from harness.decode.opening import Opening
 from harness.decode.resident import LocalCache
 from harness.decode.session_sizes import SessionSizes
@@ -40,17 +40,15 @@ from harness.model.attached import Attached
 from harness.model.attention import ROW_BACKENDS
 from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
 from harness.model.passes import launching_on, require_codable
-from harness.model.policies import Policy, evicts, new_states, policies_of, require_layers
+from harness.model.policies import evicts, new_states
 from harness.model.prompts import PASS_TOKENS, prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method
-from methods.codecs.base import FLOAT_DTYPES
-from methods.codecs.floats import FloatCodec
-from methods.codecs.split import CacheCodec, without_keys
-from methods.extras import KeysOnDevice, NeedsInputs, RereadsPrompt
+from methods.codecs.split import CacheCodec
+from methods.extras import NeedsInputs, RereadsPrompt
 
 
 class LiveSession(SessionSizes):
@@ -100,21 +98,18 @@ class LiveSession(SessionSizes):
             )
         self.attached = attached
         self.method = method
-        self.policies: list[Policy] = policies_of(attached, method)
+        self.placement: Placement = placement
+        self.plan = Plan(
+            sizes_of(attached, method), method, codec, placement, gpu_cache, calibration
+        )
+        self.policies = self.plan.policies
         if crosses and any(policy.when == "true_scores" for policy in self.policies):
             raise ValueError(
                 f"placement={placement}: {method.title} selects by the true scores of all keys"
             )
         self.max_new_tokens = max_new_tokens
-        self.exact = FloatCodec(_name_of(attached.dtype))
-        require_layers(codec, attached.geometry.num_layers)
-        self.codec: CacheCodec = codec or self.exact
-        if isinstance(method, KeysOnDevice):
-            self.codec = without_keys(self.codec)
-        self.placement: Placement = placement
+        self.codec = self.plan.coded
         self.link = link if crosses else None
-        self.calibration = calibration
-        self.gpu_cache = gpu_cache
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
         self.leaves_slabs = slabs is not None
         self.slabs = {} if slabs is None else slabs
@@ -342,26 +337,16 @@ class LiveSession(SessionSizes):
         self.activations = activations
         attached.require_length(real.shape[1] + self.max_new_tokens)
         attached.require_even(real)
-        opening = Opening(
-            attached,
-            method,
-            self.policies,
-            self.codec,
-            self.exact,
-            self.placement,
-            self.pinned,
-            self.slabs,
-        )
+        opening = Opening(attached, self.plan, self.pinned, self.slabs)
         batches: dict[torch.device, TokenBatch] = {}
         for device in attached.devices:
             batches[device] = TokenBatch(real.to(device), self.max_new_tokens)
         first = batches[attached.devices[0]]
-        lengths = [(prompt, prompt + self.max_new_tokens) for prompt in first.prompts]
-        room_of_sequences = rooms(method, self.policies, self.gpu_cache, lengths)
-        states = new_states(attached, method, first.lengths, self.calibration)
+        rooms = self.plan.rooms(first.counts)
+        states = new_states(attached, method, first.lengths, self.plan.calibration)
         for device, batch in batches.items():
             link = None if self.link is None else link_of(self.link, device)
-            share = DeviceShare(device, batch, link, room_of_sequences, states.get(device))
+            share = DeviceShare(device, batch, link, rooms, states.get(device))
             self.shares[device] = share
             with launching_on(device):
                 opening.open_share(share, pass_tokens, activations)
@@ -422,11 +407,6 @@ def workspace_tokens(real: Tensor) -> int:
     """Tokens in a pass of a session that takes over its prompt: `PASS_TOKENS` of the prompts, or a
     decode step's. real: bool [batch, prompt]."""
     return max(len(real), min(PASS_TOKENS, real.numel()))
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    """The name of the codec that stores numbers of this type as they are."""
-    return next(name for name, stored in FLOAT_DTYPES.items() if stored == dtype)
 
 
 def generate(session: LiveSession, logits: Tensor, drafts: Sequence[Draft]) -> Iterator[None]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from harness.data.tasks import load_suite
-from harness.data.text import corpus_ids, first_window_offset, start_ids, text_windows
+from harness.data.text import corpus_ids, windows_of
 from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.files import write_atomic
@@ -233,13 +233,7 @@ def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
     loaded, asked = subject.loaded, subject.asked
     lengths = (f"seq_len={PROMPT + STEPS}", f"prefill_len={PROMPT // 2}")
     config = subject.run("experiment=perplexity", "method=full", "num_windows=1", *lengths)
-    [window] = text_windows(
-        corpus_ids(config.corpus, config.data, loaded.reader),
-        seq_len=config.seq_len,
-        num_windows=1,
-        offset=first_window_offset(config.corpus, config.calibration),
-        start=start_ids(loaded.reader),
-    )
+    [window] = windows_of(config, loaded.reader, config.seq_len)
     ids = torch.tensor([window.ids], device=loaded.model.device)
     with torch.inference_mode():
         log_probs = loaded.model(ids).logits.float().log_softmax(-1)

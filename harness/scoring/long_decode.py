@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.data.text import corpus_ids, first_window_offset, start_ids, text_windows
+from harness.data.text import windows_of
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
@@ -96,18 +96,7 @@ def run_long_decode(
             f"prefill_len={length} and max_new_tokens={steps}: must be together at most "
             f"{loaded.max_length}, the limit of {loaded.name}"
         )
-    ids = corpus_ids(config.corpus, config.data, loaded.reader)
-    offset = first_window_offset(config.corpus, config.calibration)
-    windows = text_windows(
-        ids,
-        seq_len=length,
-        num_windows=config.num_windows,
-        offset=offset,
-        spread=config.corpus.spread,
-        seed=config.corpus.seed,
-        start=start_ids(loaded.reader),
-        setting="prefill_len",
-    )
+    windows = windows_of(config, loaded.reader, length, "prefill_len")
     prompts = [window.ids for window in windows]
     references = Memo() if references is None else references
     pairs: list[Pair] = []

@@ -18,13 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.data.text import (
-    TextWindow,
-    corpus_ids,
-    first_window_offset,
-    start_ids,
-    text_windows,
-)
+from harness.data.text import TextWindow, windows_of
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
@@ -118,17 +112,7 @@ def run_perplexity(
         raise UserError(
             f"seq_len={config.seq_len}: {loaded.name} takes at most {loaded.max_length} tokens"
         )
-    ids = corpus_ids(config.corpus, config.data, loaded.reader)
-    offset = first_window_offset(config.corpus, config.calibration)
-    windows = text_windows(
-        ids,
-        seq_len=config.seq_len,
-        num_windows=config.num_windows,
-        offset=offset,
-        spread=config.corpus.spread,
-        seed=config.corpus.seed,
-        start=start_ids(loaded.reader),
-    )
+    windows = windows_of(config, loaded.reader, config.seq_len)
     references = Memo() if references is None else references
     with attach(loaded.model, loaded.prompts) as attached:
         prompt, length = max(1, config.prefill_len), config.seq_len
