@@ -162,7 +162,6 @@ def loses_tokens(method: Method) -> bool:
 def evicts(method: Method) -> bool:
     """Whether a method evicts tokens and reads all others. A pool, of which a method reads a part,
     is not meant."""
-    # A method of one's own may make its states itself, and name no class of them.
     return method.when == "kept" and loses_tokens(method)
 
 

@@ -32,7 +32,7 @@ SOURCES = {
     "measured": "on a GPU, or accuracy computed by the model itself",
     "emulated": "on a CPU whose second memory stands behind a link of limited rate",
     "modelled": "predicted by the cost model, never run",
-    "published": "quoted from the paper",
+    "published": "quoted from the paper or another project",
 }
 SAFE_IN_URI = " !$&'()*+,-./:;=?@_"
 """Letters of a picture that stand as they are in a data URI."""
@@ -242,7 +242,7 @@ HEADER = (
 
 
 def published_sheet(figure: str, rows: Sequence[TableRow]) -> Sheet | None:
-    """The paper's numbers for a figure, with ours beside them where `rows` holds that setup.
+    """Published numbers of a figure or table, with ours beside them where `rows` holds that setup.
 
     None where nothing is known. Numbers of speed are made of timed runs by the same arithmetic as
     the cost model's calibration.

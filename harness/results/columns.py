@@ -377,6 +377,6 @@ def render_csv(columns: Sequence[Metric], rows: Sequence[TableRow]) -> str:
 
 
 def published_rows() -> list[dict[str, str]]:
-    """The numbers that the paper gives."""
+    """Numbers that papers and other projects give."""
     with PUBLISHED_CSV.open(encoding="utf-8", newline="") as lines:
         return list(csv.DictReader(lines))

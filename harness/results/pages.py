@@ -77,14 +77,14 @@ def _title(row: TableRow) -> str:
 
 
 def render_markdown(name: str, rows: Sequence[TableRow]) -> str:
-    """The whole `.md` file of a table, with the paper's numbers at its end."""
+    """The whole `.md` file of a table, with published numbers at its end."""
     words = note(shape_of(rows[0]) if rows else "accuracy", max_columns=MAX_COLUMNS)
     sheets = list(sheets_of(rows))
     lines = []
     for row in columns.where(columns.published_rows(), "figure", name):
         lines.append([row[column] or MISSING for column in PUBLISHED_HEADER])
     if lines:
-        sheets.append(Sheet("the paper's numbers", PUBLISHED_HEADER, lines))
+        sheets.append(Sheet("published numbers", PUBLISHED_HEADER, lines))
     return markdown(name, words, sheets)
 
 

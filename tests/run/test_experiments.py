@@ -85,7 +85,7 @@ def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
     assert {(row["experiment"], row["source"]) for row in rows} == {(table, SOURCES.get(name, "measured"))}
     assert all(math.isfinite(float(row[value])) for row in rows)
     in_paper = {line.partition(",")[0] for line in PUBLISHED_CSV.read_text().splitlines()}
-    assert ("## the paper's numbers" in Path(f"outputs/tables/{table}.md").read_text()) == (table in in_paper)
+    assert ("## published numbers" in Path(f"outputs/tables/{table}.md").read_text()) == (table in in_paper)
     drawn = DRAWINGS[name](Tables(Path("outputs/tables")), name) if name in DRAWINGS else None
     assert (drawn is not None) == (name in DRAWINGS and name not in OF_SEVERAL_RUNS)
 
