@@ -70,7 +70,7 @@ from harness.replay.setup import prepare
 from harness.run.compose import load
 from harness.scoring.answers import Request
 from harness.scoring.evaluation import ReplayEngine
-from harness.scoring.lm import Prefill, ReplayLM
+from harness.scoring.lm import Prefill
 from harness.scoring.perplexity import run_perplexity
 from harness.speed.timed_run import SharedPrompt, run_shared_prompt
 from methods.base import TokenCounts
@@ -275,7 +275,7 @@ def our_lm(bench: Bench, method: str, task: str) -> TemplateLM:
     """A method as lm-eval's model."""
     config = bench.config("experiment=tasks", f"method={method}")
     engine = ReplayEngine(config, bench.loaded, task, io.StringIO())
-    return ReplayLM(bench.loaded, Prefill("dense"), engine.score, generator=engine.generate)
+    return engine.lm(Prefill("dense"))
 
 
 def against_hflm(

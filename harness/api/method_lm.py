@@ -102,19 +102,8 @@ class MethodLM(LM):
 
     def _replay(self, task: str, prefill: Prefill) -> tuple[ReplayLM, ReplayEngine]:
         """What answers the requests of one task."""
-        config = self.config
-        engine = ReplayEngine(config, self.loaded, task, sys.stderr)
-        lm = ReplayLM(
-            self.loaded,
-            prefill,
-            engine.score,
-            generator=engine.generate,
-            sampling=config.sampling,
-            seed=config.seed,
-            too_long=config.task.too_long,
-            enable_thinking=config.task.enable_thinking,
-            think_end_token=config.task.think_end_token,
-        )
+        engine = ReplayEngine(self.config, self.loaded, task, sys.stderr)
+        lm = engine.lm(prefill)
         lm.max_length = self.max_length
         lm.set_cache_hook(self.cache_hook)
         return lm, engine

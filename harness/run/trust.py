@@ -128,7 +128,7 @@ def _asked(subject: Subject) -> Asked:
             return made
 
     engine = Noting(config, subject.loaded, task, sys.stderr)
-    _, metrics, _ = run_task(found, config, subject.loaded, engine)
+    _, metrics, _ = run_task(found, engine)
     stock = NotingHFLM(
         pretrained=subject.loaded.model, tokenizer=subject.loaded.tokenizer, batch_size=1
     )
@@ -172,7 +172,7 @@ def the_answer_begins_as_the_task_says(subject: Subject) -> Seen:
     for name, task in suite.tasks.items():
         engine = ReplayEngine(config, subject.loaded, name, sys.stderr)
         task.set_config("generation_kwargs", {"max_gen_toks": 1}, update=True)  # none is looked at
-        run_task(task, config, subject.loaded, engine)
+        run_task(task, engine)
         [document] = list(task.eval_docs)[:1]
         [request] = engine.requests
         prompt = tokenizer.decode(request.ids[: request.context_len])

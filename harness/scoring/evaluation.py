@@ -84,7 +84,7 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     reads, results = {}, {}
     for name, task in suite.tasks.items():
         engine = ReplayEngine(config, loaded, name, sys.stderr)
-        answered = run_task(task, config, loaded, engine)
+        answered = run_task(task, engine)
         results[name], outcome.metrics[name], outcome.samples[name] = answered
         outcome.methods[name], reads[name] = asdict(engine.method), engine.reads
     for group in suite.groups.values():
@@ -134,8 +134,8 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
         unknown = ReplayEngine(config, loaded, name, sys.stderr)
         known = ReplayEngine(config, loaded, name, sys.stderr)
         before_question = Prefill("question", finder, in_turns=True)
-        _, *of_unknown = _run_task(task, config, loaded, unknown, before_question)
-        _, *of_known = _run_task(task, config, loaded, known, Prefill("dense", finder))
+        _, *of_unknown = _run_task(task, unknown, before_question)
+        _, *of_known = _run_task(task, known, Prefill("dense", finder))
         contexts = _contexts(unknown.requests)
         metrics, samples = _both_ways(name, of_unknown, of_known, contexts)
         metrics |= {"num_contexts": len({*contexts.values()})} | unknown.reads.shares
@@ -203,6 +203,21 @@ class ReplayEngine:
         self.requests: list[Request] = []
         self.reads = ReadStats()
         self.method = config.method
+
+    def lm(self, prefill: Prefill) -> ReplayLM:
+        """The model that lm-eval asks. prefill: which rows of its requests are dense."""
+        task = self.config.task
+        return ReplayLM(
+            self.loaded,
+            prefill,
+            self.score,
+            generator=self.generate,
+            sampling=self.config.sampling,
+            seed=self.config.seed,
+            too_long=task.too_long,
+            enable_thinking=task.enable_thinking,
+            think_end_token=task.think_end_token,
+        )
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
         """Log-likelihoods, in the order of `requests`."""
@@ -303,32 +318,19 @@ def _finder(name: str, config: RunConfig, task: Task | None) -> QuestionFinder:
     return QuestionFinder(marker, task.doc_to_text, has_preface=has_preface)
 
 
-def run_task(
-    task: Task, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine
-) -> tuple[Metrics, Metrics, Samples]:
+def run_task(task: Task, engine: ReplayEngine) -> tuple[Metrics, Metrics, Samples]:
     """One task of a suite: its metrics under lm-eval's names, for a group, then under plain ones,
     and its samples. engine: answers it, and notes what it was asked."""
-    prefill = prefill_of(engine.task, config, writes=_generates(task), task=task)
-    return _run_task(task, config, loaded, engine, prefill)
+    prefill = prefill_of(engine.task, engine.config, writes=_generates(task), task=task)
+    return _run_task(task, engine, prefill)
 
 
 def _run_task(
-    task: Task, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine, prefill: Prefill
+    task: Task, engine: ReplayEngine, prefill: Prefill
 ) -> tuple[Metrics, Metrics, Samples]:
     """Metrics under lm-eval's names, for a group, then those of the task under plain ones, and its
     samples."""
-    name, too_long = engine.task, config.task.too_long
-    lm = ReplayLM(
-        loaded,
-        prefill,
-        engine.score,
-        generator=engine.generate,
-        too_long=too_long,
-        enable_thinking=config.task.enable_thinking,
-        think_end_token=config.task.think_end_token,
-        sampling=config.sampling,
-        seed=config.seed,
-    )
+    name, config, lm = engine.task, engine.config, engine.lm(prefill)
     repeats: list[Repeat] = []
     with running_lm_eval(f"task {name}"):
         for lm.repeat in range(config.sampling.repeats if _generates(task) else 1):
@@ -357,7 +359,7 @@ def _run_task(
     )
     metrics = {plain_name(key): value for key, value in found.items()}
     metrics |= {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
-    if too_long == "truncate":
+    if config.task.too_long == "truncate":
         metrics["num_truncated"] = len(lm.truncated)
     if lm.num_dense:
         metrics["num_dense"] = lm.num_dense
