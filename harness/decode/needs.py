@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -219,28 +219,20 @@ class Plan:
         """The store of a layer that sees every token, without memory. device: where the layer
         computes; tuning: of the link to it. Dense layers store rows as they are, here and in
         replay."""
-        sizes, batch = self.model.layers[layer], len(lengths.prompts)
+        sizes = self.model.layers[layer]
         codec = self.codec_of(sizes.policy)
         capacity = num_slots(self.method, sizes.policy, codec, lengths)
         row_format = RowFormat(
             codec, sizes.head_dim, self.model.dtype, sizes.value_dim, sizes.values_in_keys
         )
-        if self.placement == "disk":
-            return DiskStore(
-                row_format,
-                batch=batch,
-                num_kv_heads=sizes.num_kv_heads,
-                capacity=capacity,
-                device=device,
-            )
-        return KVStore(
+        on_disk = self.placement == "disk"
+        new = DiskStore if on_disk else partial(KVStore, placement=self.placement, tuning=tuning)
+        return new(
             row_format,
-            batch=batch,
+            batch=len(lengths.prompts),
             num_kv_heads=sizes.num_kv_heads,
             capacity=capacity,
-            placement=self.placement,
             device=device,
-            tuning=tuning,
         )
 
     def workspace(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> int:
