@@ -53,7 +53,7 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
                 others.append(("kernels and torch", plain, TOLERANCE if codec is None else CODED_TOLERANCE))
             for ways, logits, allowed in others:
                 difference = largest_difference(logits, on_device)
-                words = f"{label:18}{ways}: logits differ by {difference:g} (at most {allowed:g})"
+                words = f"{label:18} {ways}: logits differ by {difference:g} (at most {allowed:g})"
                 yield words, difference <= allowed
     yield coded_scores_equality(device)
 
@@ -67,5 +67,5 @@ def coded_scores_equality(device: torch.device) -> tuple[str, bool]:
     query = torch.randn(2, 8, 4, HEAD_DIM, device=device)
     expected = query.double() @ codec.decode(packed, HEAD_DIM, torch.float64).mT
     difference = float((coded_scores(query, keys, codec) - expected).abs().max())
-    words = f"{'coded keys':18}scores and decoded: they differ by {difference:g} (at most {SCORE_TOLERANCE:g})"
+    words = f"{'coded keys':18} scores and decoded: they differ by {difference:g} (at most {SCORE_TOLERANCE:g})"
     return words, difference <= SCORE_TOLERANCE

@@ -66,7 +66,7 @@ def test_everything_is_measured_in_ordinary_runs_once(tmp_path, drawn, monkeypat
     assert drawn == [tmp_path] and (tmp_path / "tables" / "fig15.csv").is_file()
     assert (tmp_path / "tables" / "latency.csv").read_text().count("\n") == 1 + len(found)
     for label in labels[1:]:
-        assert f"{label:18}host and device: logits differ by " in printed
+        assert f"{label:18} host and device: logits differ by " in printed
     assert printed.count("2 x 48      ideal ") == len(found), "all runs are shown after each"
     places = [printed.index(words) for words in ("h2d ", "gather ", "host and device", "2 x 48 ")]
     assert places == sorted(places), "rates come first"
@@ -237,7 +237,7 @@ def test_two_ways_that_differ_are_told(monkeypatch):
     cpu = torch.device("cpu")
     verdicts = list(gpu.equalities(cpu, ["offload", "infinigen+reuse"], gpu.link_rate("", cpu, 1.0)))
     assert [equal for _, equal in verdicts] == [False, True, True], "the last is of scores on coded keys"
-    assert verdicts[0][0] == "offload           host and device: logits differ by 1e-05 (at most 0)"
+    assert verdicts[0][0] == "offload            host and device: logits differ by 1e-05 (at most 0)"
 
 
 def test_rates_of_a_gpu_go_through_its_kernels_and_copies(monkeypatch):
