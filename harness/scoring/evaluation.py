@@ -206,7 +206,6 @@ class ReplayEngine:
 
     def lm(self, prefill: Prefill) -> ReplayLM:
         """The model that lm-eval asks. prefill: which rows of its requests are dense."""
-        task = self.config.task
         return ReplayLM(
             self.loaded,
             prefill,
@@ -214,9 +213,7 @@ class ReplayEngine:
             generator=self.generate,
             sampling=self.config.sampling,
             seed=self.config.seed,
-            too_long=task.too_long,
-            enable_thinking=task.enable_thinking,
-            think_end_token=task.think_end_token,
+            about=self.config.task,
         )
 
     def score(self, requests: Sequence[Request]) -> list[Score]:

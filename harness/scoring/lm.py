@@ -8,7 +8,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
@@ -23,7 +23,7 @@ from harness.scoring.answers import Document, NeedleRead, Request, Score
 from harness.scoring.model_texts import ModelTexts
 from harness.scoring.question import QuestionFinder
 from harness.scoring.writing import Written
-from harness.settings.task_config import GREEDY, Sampling, SamplingConfig
+from harness.settings.task_config import GREEDY, Sampling, SamplingConfig, TaskConfig
 
 MAX_GEN_TOKS = 256
 """lm-eval's default length of an answer, in tokens."""
@@ -35,6 +35,7 @@ LENGTHS = ("max_length", "max_new_tokens")
 CUT_LETTERS = 60
 """Letters of a question that a line shows."""
 
+AS_ASKED = TaskConfig()
 AS_THE_TASK = SamplingConfig()
 
 Encoded = tuple[tuple[str, str], list[int], list[int]]
@@ -71,8 +72,8 @@ class ReplayLM(ModelTexts):
         scorer: token requests to scores, in order; called once for all requests of a type.
         generator: token requests to their answers, in order.
         sampling, seed: of the answers that are generated.
-        too_long: whether a context beyond the model's limit is an error or, as in `HFLM`, loses its
-        beginning. enable_thinking, think_end_token: of `ModelTexts`.
+        about: how it is prompted; with too_long="truncate" a context beyond the model's limit loses
+        its beginning, as in `HFLM`.
 
     After a run `requests` holds the token requests in the order in which lm-eval asked, one type
     after another; a text that was scored whole has one for each of its windows. `truncated` holds
@@ -93,11 +94,9 @@ class ReplayLM(ModelTexts):
         generator: Callable[[Sequence[Request]], Sequence[Written]],
         sampling: SamplingConfig = AS_THE_TASK,
         seed: int = 0,
-        too_long: Literal["refuse", "truncate"] = "refuse",
-        enable_thinking: bool | None = None,
-        think_end_token: str | int | None = None,
+        about: TaskConfig = AS_ASKED,
     ) -> None:
-        super().__init__(loaded, enable_thinking, think_end_token)
+        super().__init__(loaded, about)
         self.max_length = loaded.max_length
         self.requests: list[Request] = []
         self.truncated: set[Document] = set()
@@ -112,7 +111,6 @@ class ReplayLM(ModelTexts):
         self._sampling = sampling
         self._seed = seed
         self._planned: list[Request] = []
-        self._too_long = too_long
         self._documents: list[Document] = []
         self._with_prompt: set[Document] = set()
         self.needles: dict[Document, list[NeedleRead]] = defaultdict(list)
@@ -245,7 +243,7 @@ class ReplayLM(ModelTexts):
 
     def _refuse_thinking(self, requests: Sequence[Instance]) -> None:
         """Of continuations and whole texts, before which no thinking comes."""
-        if requests and self._template_options.get("enable_thinking"):
+        if requests and self._about.enable_thinking:
             raise UserError(
                 f"enable_thinking=true: task {requests[0].task_name} scores texts, before which "
                 "no model thinks; leave it out, or choose tasks whose answers are generated"
@@ -425,7 +423,7 @@ class ReplayLM(ModelTexts):
         """The last `most` tokens of a context, where that is allowed."""
         if len(context) <= most:
             return context
-        if self._too_long == "refuse" or most < 1:
+        if self._about.too_long == "refuse" or most < 1:
             ways = "lower num_fewshot, choose a model with a longer context"
             ways += "" if most < 1 else ", or too_long=truncate"
             raise UserError(

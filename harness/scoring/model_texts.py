@@ -2,14 +2,19 @@
 full cache gives its numbers and its texts."""
 
 from collections.abc import Sequence
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import jinja2
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
+from transformers.utils import chat_template_utils
 
 from harness.errors import UserError
 from harness.model.load import LoadedModel
+from harness.settings.task_config import TaskConfig
 
 Chat = list[dict[str, str]]
 
@@ -17,16 +22,10 @@ Chat = list[dict[str, str]]
 class ModelTexts(TemplateLM):
     """The part of an lm-eval model that its tokenizer and its chat template decide.
 
-    enable_thinking: handed to the template; None: not. think_end_token: a text or a token id; an
-    answer is what follows its last occurrence. Raises UserError for a model without a tokenizer.
+    about: how it is prompted. Raises UserError for a model without a tokenizer.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        enable_thinking: bool | None,
-        think_end_token: str | int | None,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, about: TaskConfig) -> None:
         super().__init__()
         if loaded.tokenizer is None:
             raise UserError(
@@ -34,12 +33,16 @@ class ModelTexts(TemplateLM):
             )
         self.tokenizer = loaded.tokenizer
         self._name = loaded.name
+        self._about = about
         self._template_options: dict[str, Any] = {}
-        if enable_thinking is not None:
-            self._template_options["enable_thinking"] = enable_thinking
-        self._think_end_token = think_end_token
-        if isinstance(think_end_token, str) and think_end_token.isdigit():  # as `HFLM` reads it
-            self._think_end_token = int(think_end_token)
+        if about.enable_thinking is not None:
+            self._template_options["enable_thinking"] = about.enable_thinking
+        # A template cannot be handed a function: transformers' own asks this clock for the day.
+        today = datetime.fromisoformat(about.chat_date)
+        self._clock = SimpleNamespace(now=lambda: today)
+        self._think_end_token = about.think_end_token
+        if isinstance(self._think_end_token, str) and self._think_end_token.isdigit():
+            self._think_end_token = int(self._think_end_token)  # as `HFLM` reads it
 
     @property
     def eot_token_id(self) -> int:
@@ -99,13 +102,14 @@ class ModelTexts(TemplateLM):
         self._require_chat_template()
 
         def rendered(turns: Chat) -> str:
-            text = self.tokenizer.apply_chat_template(
-                turns,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self._template_options,
-            )
+            with patch.object(chat_template_utils, "datetime", self._clock):
+                text = self.tokenizer.apply_chat_template(
+                    turns,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                    **self._template_options,
+                )
             return str(text)
 
         try:

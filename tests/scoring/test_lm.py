@@ -2,6 +2,7 @@
 trace of how work was shared."""
 
 import io
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from harness.model.load import LoadedModel
 from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
+from harness.results.record import settings_id
 from harness.run.compose import load
 from harness.scoring import answers
 from harness.scoring.answers import Request, Score, score
@@ -26,7 +28,7 @@ from harness.scoring.evaluation import ReplayEngine, decode_rows
 from harness.scoring.lm import Prefill, ReplayLM
 from harness.scoring.question import QuestionFinder
 from harness.scoring.writing import Written, generate
-from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
+from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig, TaskConfig
 from methods.full import Full
 from tests.cases import CASES
 from tests.living import endless, open_live, setup_of, tiny
@@ -198,7 +200,7 @@ def test_what_is_asked_for_a_text():
     assert found.prefill_len == (found.context_len + 9) // 2
 
 
-CUT = {"too_long": "truncate"}
+CUT = {"about": TaskConfig(too_long="truncate")}
 ROLLING = choices([(TEXTS[1],)], kind="loglikelihood_rolling")
 REFUSED = {
     "question 0: prefill=question finds no .* not there": (choices([("no separator", " x")]), {"prefill": QUESTION}),
@@ -297,6 +299,23 @@ def test_chat_templates(monkeypatch):
         lm.apply_chat_template(turns)
 
 
+def test_a_template_writes_the_same_day_every_day(monkeypatch):
+    template = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
+    turn = [{"role": "user", "content": "hello"}]
+    assert language_model().apply_chat_template(turn) == "26 Jul 2024 00:00 hello"
+    ids = set()
+    for day, written in (("2024-07-26", "26 Jul 2024"), ("2026-02-03", "03 Feb 2026")):
+        config = load(["experiment=tasks", "apply_chat_template=true", f"chat_date={day}"])
+        loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
+        lm = ReplayEngine(config, loaded, "task", sys.stderr).lm(DENSE)
+        assert lm.apply_chat_template(turn) == f"{written} 00:00 hello"
+        ids.add(settings_id(config, {}))
+    assert len(ids) == 2
+    with pytest.raises(UserError, match="^chat_date=tomorrow: must be a day such as 2024-07-26$"):
+        load(["experiment=tasks", "chat_date=tomorrow"])
+
+
 @pytest.mark.parametrize("given", ["^J", "86", None])
 def test_answers_begin_after_the_thinking_as_hflms(given, monkeypatch):
     template = "[{{ enable_thinking | default('unset') }}] {{ messages[0].content }}"
@@ -308,7 +327,8 @@ def test_answers_begin_after_the_thinking_as_hflms(given, monkeypatch):
         if thinks and given is None:
             continue
         stock = HFLM(**options, enable_thinking=thinks, think_end_token=given)
-        lm = language_model(enable_thinking=thinks, think_end_token=given)
+        about = TaskConfig(enable_thinking=thinks, think_end_token=given)
+        lm = language_model(about=about)
         turn = [{"role": "user", "content": "hello"}]
         assert lm.apply_chat_template(turn) == stock.apply_chat_template(turn)
         answers = lm.generate_until(asked)
