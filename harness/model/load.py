@@ -149,7 +149,12 @@ def from_memory(
 
 
 def _max_length(model: PreTrainedModel) -> int:
-    return size(model.config, "max_position_embeddings") or UNLIMITED
+    return max_length_of(model.config)
+
+
+def max_length_of(described: PreTrainedConfig) -> int:
+    """The longest sequence that a model takes, in tokens."""
+    return size(described, "max_position_embeddings") or UNLIMITED
 
 
 # Shapes
