@@ -14,9 +14,10 @@ from typing import Any, ClassVar, get_args
 from harness.data.text import named_text
 from harness.errors import UserError
 from harness.files import text_sha256
-from harness.model.load import max_length_of, model_config, tokenizer_of_random
+from harness.model.load import LoadedModel, max_length_of, model_config, tokenizer_of_random
 from harness.model.resources import Resources
 from harness.results import inputs
+from harness.scoring.progress import say
 from harness.settings.config import RunConfig, Statistic
 from harness.settings.kinds import Outcome, find
 from harness.settings.systems import check_live
@@ -173,7 +174,13 @@ class Tasks(Measurement):
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.scoring.evaluation import run_tasks
 
-        return run_tasks(config, resources.model(config.model))
+        return run_tasks(config, self.model(config, resources))
+
+    def model(self, config: RunConfig, resources: Resources) -> LoadedModel:
+        """The model, and a line where it takes a while."""
+        if not resources.has_model(config.model):
+            say(f"{config.experiment} {config.label}: loading model {config.model.name}")
+        return resources.model(config.model)
 
 
 class Turns(Tasks):
@@ -191,7 +198,7 @@ class Turns(Tasks):
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.scoring.evaluation import run_turns
 
-        return run_turns(config, resources.model(config.model))
+        return run_turns(config, self.model(config, resources))
 
 
 class LongDecode(Measurement):

@@ -224,7 +224,7 @@ def _record(todo: Run, resources: Resources) -> None:
     start = time.perf_counter()
     try:
         with users_faults(config):
-            if measurement.needs_weights(config) and resources.loaded is None:
+            if measurement.needs_weights(config) and not resources.has_model(config.model):
                 require_length(config)
             outcome = measurement.run(config, resources)
             records.require_finite(outcome.metrics)

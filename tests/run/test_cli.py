@@ -22,7 +22,7 @@ from harness.run.hints import MEANT, meant
 from harness.run.words import read_words
 from harness.settings.explain import _sections, run_help
 from harness.settings.schema import as_typed, is_group, options
-from tests.runs import outcome, refusal_of
+from tests.runs import outcome, refusal_of, tiny_loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -305,3 +305,14 @@ def test_the_entry_point_refuses_in_one_line_with_and_without_the_environment(op
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert said in done.stderr
+
+
+def test_a_first_run_of_tasks_says_what_it_does_before_it_does_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("harness.model.load.load_model", lambda config: tiny_loaded())
+    words = ["method=full", "experiment=tasks", "tasks=[passkey]", "num_samples=2", "metadata.num_sentences=0"]
+    assert main(words) == 0
+    first, second, third, *_ = capsys.readouterr().err.splitlines()
+    assert first == "tasks Full cache: loading model smollm2-135m"
+    assert second == "tasks=passkey: reading the questions and making their prompts"
+    assert third == "passkey: answering 8 requests, from the first prompt on"
