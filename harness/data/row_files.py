@@ -157,13 +157,15 @@ def read_csv(paths: Sequence[Path], options: Mapping[str, Any]) -> Dataset:
     import datasets
     import pandas as pd
 
-    options = {name: value for name, value in options.items() if name != "chunksize"}
-    options |= {"keep_default_na": False, "na_values": options.get("na_values") or [""]}
-    typed, written = (
-        pd.concat([pd.read_csv(path, **options, **how) for path in paths], ignore_index=True)
-        for how in ({"dtype_backend": "numpy_nullable"}, {"dtype": "string"})
-    )
-    columns = {}
+    given: dict[str, Any] = {name: each for name, each in options.items() if name != "chunksize"}
+    given |= {"keep_default_na": False, "na_values": given.get("na_values") or [""]}
+
+    def read(**how: Any) -> pd.DataFrame:
+        frames = [pd.read_csv(path, **given, **how) for path in paths]
+        return pd.concat(frames, ignore_index=True)
+
+    typed, written = read(dtype_backend="numpy_nullable"), read(dtype="string")
+    columns: dict[str, list[Any]] = {}
     for name in written:
         is_same = typed[name].astype("string").equals(written[name])
         column = (typed if is_same else written)[name].astype(object)

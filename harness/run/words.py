@@ -124,7 +124,9 @@ def _checked(word: str, is_sweep: bool) -> str:
     chooses = isinstance(value, ChoiceSweep) or not is_other
     if is_group(name) and chooses and not all(isinstance(choice, str) for choice in choices):
         raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
-    for choice in filter(lambda choice: name == "model" and "/" in choice, choices):
+    for choice in choices:
+        if name != "model" or not isinstance(choice, str) or "/" not in choice:
+            continue
         source = hints.source_of_model(choice)
         missing = "" if source else ", and there is no such folder or file"
         instead = "=".join(source or ("model.path", "DIR"))
