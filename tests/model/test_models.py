@@ -93,9 +93,10 @@ def write_tiny_gguf(path: Path, extra: Mapping[str, Any] = {}, tensors: Mapping[
         "block_count": shape["num_hidden_layers"], "context_length": shape["max_position_embeddings"],
         "embedding_length": hidden, "feed_forward_length": ffn, "head_count": shape["num_attention_heads"],
         "head_count_kv": shape["num_key_value_heads"], "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0,
-        "vocab_size": VOCAB_SIZE, "tokenizer_model": "gpt2", "bos_token_id": 1, "eos_token_id": 2,
+        "vocab_size": VOCAB_SIZE, "tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "bos_token_id": 1,
+        "eos_token_id": 2,
     }.items():  # fmt: skip
-        if f"llama.{name}" not in extra:
+        if f"llama.{name}" not in extra and f"{name.replace('_', '.ggml.', 1)}" not in extra:
             getattr(writer, f"add_{name}")(value)
     alphabet = [chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256)]]
     alphabet += [chr(256 + i) for i in range(VOCAB_SIZE - len(alphabet))]
@@ -521,7 +522,7 @@ LEFT_OUT = {
 def test_what_transformers_leaves_out_of_a_family_is_taken(case):
     family, says, expected = LEFT_OUT[case]
     plain = AutoConfig.for_model(family)
-    metadata = Metadata(Path("x.gguf"), "llama" if family == "mistral" else family, says, [], {}, {})
+    metadata = Metadata(Path("x.gguf"), "llama" if family == "mistral" else family, says, {}, {}, {})
     found = with_metadata(plain, metadata)
     for name, value in expected.items():
         rope = getattr(found, "rope_parameters", None) or {}
