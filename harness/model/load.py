@@ -427,9 +427,7 @@ def _tokenizer(
     if "tokenizer.model" in files and "tokenizer.json" not in files:
         why += ": tokenizer.model needs the Python package sentencepiece; or add a tokenizer.json"
     with refused(why):
-        tokenizer = reader.from_pretrained(
-            directory, trust_remote_code=config.trust_remote_code
-        )
+        tokenizer = reader.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     what = f"model {config.name}: the tokenizer in {directory}"
     try:
         _require_embeddings(what, tokenizer, num_embeddings)
