@@ -513,7 +513,7 @@ PIECES = {
     "falcon": "It|'|s| |123|45|'|LL|\n|\n|9| caf\xe9Time|,| |(|x|)|\n | y|=$|2|;|\t|\u092c|\u093e|ab",
     "default": "It|'|s| |123|45|'|LL|\n|\n|9| caf\xe9Time|,| |(|x|)|\n | y|=$|2|;|\t|\u092c|\u093e|ab",
 }
-"""How `SPLIT_TEXT` is split, by a name of each split. The letters at its end are Devanagari, the second a vowel sign."""
+"""How `SPLIT_TEXT` is split, by a name of each split. Its last letters are Devanagari, the second a vowel sign."""
 STARTING = ("llama-bpe", "tekken")
 """Those whose texts start with a token where the file does not say, and whose pieces need no merges."""
 
