@@ -63,7 +63,7 @@ class TaskConfig:
     the turns.
     question_marker: the text with which a question starts, where prefill=question ends the prompt;
     None: the task says where. too_long: what happens to a context beyond the model's limit;
-    `truncate` leaves out its beginning, as lm-eval does.
+    `truncate` leaves out its beginning behind the start token.
     """
 
     include_path: FolderText | None = None
