@@ -32,7 +32,7 @@ from harness.model.resources import Resources
 from harness.run import runner
 from harness.run.kinds import measurement_of
 from harness.run.runner import Run, fail, is_held, relabel, require_devices
-from harness.scoring.progress import bar
+from harness.scoring.progress import bar, pass_over
 from harness.settings.config import RunConfig
 
 T = TypeVar("T")
@@ -117,9 +117,10 @@ def run_all(
                 outcomes = _outcomes(begun, resources, began)
                 for run in begun:
                     progress.set_description(run.title)
-                    start = time.perf_counter()
+                    start, loaded_s = time.perf_counter(), resources.load_s
                     outcome = next(outcomes)
                     spent[run.config.experiment] += time.perf_counter() - start
+                    pass_over(progress, resources.load_s - loaded_s)  # which the next runs share
                     if isinstance(outcome, HeldError):
                         held.append(run)
                         continue

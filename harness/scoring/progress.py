@@ -65,6 +65,13 @@ def bar(
     return _Lines(items, mininterval=lines_every_s, delay=lines_every_s, **settings)
 
 
+def pass_over(progress: tqdm, seconds: float) -> None:
+    """Leave seconds that are over out of what the time left is estimated from."""
+    if not progress.disable:
+        progress.start_t += seconds
+        progress.last_print_t += seconds
+
+
 def say(line: str) -> None:
     """Write a line to stderr, above a bar, unless it is to be quiet."""
     if not _quiet.get():
