@@ -40,8 +40,8 @@ OF_KL, OF_ANSWERS = "KL", "answers"
 HOLDS, UNSURE, FAILS = VERDICTS = ("holds", "not told apart", "does not hold")
 """Of claims."""
 ORACLES = ("oracle", "oracle-infinigen")
-"""Methods that select by the true scores, so they are upper bounds; the second by the paper's rule
-for a group."""
+"""Methods that select by the true scores: upper bounds of hard selection of rows; the second by the
+paper's rule for a group."""
 OWN_BUDGET = "reads at a budget of its own"
 """Why a method without a budget is not compared."""
 
