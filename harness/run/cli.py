@@ -85,8 +85,8 @@ class Jobs:
     folder. paths: records of the finished runs. gaps: what a sweep left out, in lines. exit_code: a
     bug's, else the last failure's, else 0. draws: a sweep ran, so draw its figures.
     is_copy: in a process that a launcher started. num_jobs: of the sweep.
-    seconds: that each new run took without its model's loading. disk_is_full: a job said so. swept: settings that differ
-    between the jobs of a sweep.
+    seconds: that each new run took without its model's loading. disk_is_full: a job said so.
+    swept: settings that differ between the jobs of a sweep.
     """
 
     tracebacks: bool

@@ -213,7 +213,8 @@ def test_a_table_has_the_difference_and_a_page_and_a_terminal_say_it(tmp_path):
     rows = {row["label"]: row for row in read_table(path)}
     stderr = clustered_stderr([0, -1, -1, 1], [0, 0, 1, 1])
     assert stderr is not None and {name: rows["H2O"][name] for name in COMPARED} == {
-        "difference": -0.25, "difference_stderr": pytest.approx(stderr), "p": pytest.approx(ttest_1samp([-0.5, 0.0], 0).pvalue), "gained": 1, "lost": 2,
+        "difference": -0.25, "difference_stderr": pytest.approx(stderr), "gained": 1, "lost": 2,
+        "p": pytest.approx(ttest_1samp([-0.5, 0.0], 0).pvalue),
         "detectable": pytest.approx((12.706 + 1.376) * stderr, rel=1e-3),
     }  # fmt: skip
     assert [rows[label]["num_contexts"] for label in ("Full cache", "H2O")] == [2, 2]
