@@ -307,7 +307,9 @@ def test_seconds_passed_over_are_not_estimated_from(capsys):
         progress.last_print_t -= 100
         pass_over(progress, 80)
         progress.update()
-    assert "1/4 runs, 01:00 left" in capsys.readouterr().out
+        progress.start_t -= 15  # of the next run
+        progress.refresh()
+    assert capsys.readouterr().out.splitlines()[1:] == ["runs: 1/4 runs, 01:00 left", "runs: 1/4 runs, 00:45 left"]
     with quietly():
         pass_over(bar(total=4), 80)
 
