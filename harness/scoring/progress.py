@@ -28,7 +28,7 @@ class _Lines(tqdm):
     """A bar as lines, which a log file can hold: how far it is, and how long it will take."""
 
     def __init__(self, items: Iterable[Any] | None = None, **settings: Any) -> None:
-        self._done = (0, 0.0)  # of items, and the seconds after which so many were
+        self._done: tuple[float, float] = (0, 0.0)  # items, and the seconds they took
         super().__init__(items, miniters=1, **settings)
         self.sp = None  # of what a terminal clears in the end
 
