@@ -1,8 +1,5 @@
 """InfiniGen2 whose unread tokens are estimated by a linear fit on the index. Not of the paper.
 
-MomentKV (arXiv 2606.01563) keeps counts, means and the covariance of values and keys of evicted
-tokens. Here the index still has every token's score, so only the values need such moments.
-
 The rule, and where it differs (made into docs/methods.md):
 
 **infinigen2-linear** reads as `infinigen2` and estimates the unread tokens from the index. A
@@ -10,6 +7,12 @@ token's index score s gives its weight exp(s), and its numbers i in the index it
 So the unread tokens add sum exp(s) to the denominator and b sum exp(s) + M^T sum exp(s) i to the
 numerator. M, in `projection_bits`, and b are fitted to the prompt by least squares, for each layer,
 KV head and sequence. The estimate is biased and has no sampling error.
+
+Kin: SparQ gives the unread mass one mean value. AQUA-KV (2501.19392) predicts keys and values
+linearly, trained beforehand, and stores what is left; SpeCache (2503.16163) fetches the best rows
+by a low-bit copy of both. LESS (2402.09398), LoLA (2505.23666), MomentKV (2606.01563) and top-k
+with linear completion (2604.05438) keep for the other tokens a state of fixed size. New: the index
+that selects scores each unread token, and an untrained fit on the prompt gives its value.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Upper bounds: selection by the exact attention scores.
+"""Upper bounds of hard selection of rows: by the exact attention scores.
 
 They need every key on the device, so these are no offloading methods.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**oracle** selects by the true scores: the upper bound of any selection of that budget. **oracle-
-infinigen** does so by InfiniGen's rule for a group, and **oracle-sampled** draws the sample of
-**infinigen2-sampled** by the true probabilities alone. They need every key on the device
-(`placement=device`).
+**oracle** selects by the true scores: the upper bound of hard selection of rows, which a method
+that estimates the unread tokens may pass. **oracle-infinigen** does so by InfiniGen's rule for a
+group, and **oracle-sampled** draws the sample of **infinigen2-sampled** by the true probabilities
+alone. They need every key on the device (`placement=device`).
 """
 
 from __future__ import annotations

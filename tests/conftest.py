@@ -141,7 +141,7 @@ def no_library() -> Iterator[None]:
 
 @pytest.fixture
 def small(monkeypatch) -> None:
-    """`experiment=accuracy` cut down to three runs; composing its 49 takes seconds."""
+    """`experiment=accuracy` cut down to three runs; composing all of them takes seconds."""
     from omegaconf import OmegaConf
 
     from harness.run.sweep import read_plan

@@ -5,6 +5,7 @@ Made once a process and handed to each run. A run's numbers do not depend on wha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from shutil import disk_usage
@@ -42,7 +43,8 @@ class Resources:
     windows, and texts decoded under the full cache, with which every method of a sweep is compared.
     prompts: the dense pass of the last timed shape. shares_prompts: several runs follow, as in a
     sweep, so that the passes over prompts are kept, in up to half of the free room for
-    temporary files; `end_sharing` drops them. run: number of the present run.
+    temporary files; `end_sharing` drops them. run: number of the present run. load_s: seconds that
+    loading has taken so far, and the conversion of a new model.
     """
 
     def __init__(self, loaded: LoadedModel | None = None) -> None:
@@ -53,6 +55,7 @@ class Resources:
         self.prompts: Memo = Memo(limit=1)
         self.shares_prompts = False
         self.run = 0
+        self.load_s = 0.0
 
     def begin_run(self) -> None:
         """Called once before each run: the prompts that two runs did not ask for make room."""
@@ -82,6 +85,7 @@ class Resources:
 
     def _loaded_by(self, config: ModelConfig) -> LoadedModel:
         if self._last is None or self._last[0] != config:
+            start = time.perf_counter()
             from harness.model.load import load_model
 
             # Free memory for the next model.
@@ -89,6 +93,7 @@ class Resources:
             self.references = Memo()
             self.prompts = Memo(limit=1)
             self._last = (config, load_model(config))
+            self.load_s += time.perf_counter() - start
         return self._last[1]
 
     def end_sharing(self) -> None:

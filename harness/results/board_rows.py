@@ -29,9 +29,8 @@ from harness.results.board_sources import (
 )
 from harness.results.columns import TableRow, grouped, having, values, where
 from harness.results.metrics import BUDGET, CACHE, DENSE_LAYERS, EQUAL, Metric
-from harness.results.samples import RULE_OF_THREE
 from harness.results.sheet import show_range
-from harness.results.stats import Design, Estimate, Pair, compare_all, ranks
+from harness.results.stats import Design, Estimate, Pair, compare_all, ranks, unseen_rate
 
 Keys = Sequence[Key]
 LEAST_KL = 1e-6
@@ -41,8 +40,8 @@ OF_KL, OF_ANSWERS = "KL", "answers"
 HOLDS, UNSURE, FAILS = VERDICTS = ("holds", "not told apart", "does not hold")
 """Of claims."""
 ORACLES = ("oracle", "oracle-infinigen")
-"""Methods that select by the true scores, so they are upper bounds; the second by the paper's rule
-for a group."""
+"""Methods that select by the true scores: upper bounds of hard selection of rows; the second by the
+paper's rule for a group."""
 OWN_BUDGET = "reads at a budget of its own"
 """Why a method without a budget is not compared."""
 
@@ -236,8 +235,8 @@ def gap_of(own: Rows, other: Rows, contexts: Keys) -> Gap | None:
     half = found.half_width
     if half == 0 and differences.any():  # the models differ alike, and their contexts need not
         half = design.estimate(differences).half_width
-    if half == 0:  # no context differs from another, which a few questions do not make impossible
-        half = RULE_OF_THREE / sum(asked)
+    if half == 0:  # no context differs from another, which a few contexts do not make impossible
+        half = unseen_rate(found.num_clusters)
     return Gap(
         share=design.mean(shares),
         difference=found.value,

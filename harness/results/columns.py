@@ -66,7 +66,7 @@ _TIMED = "experiment platform source model method label settings batch_size prom
 ACCURACY = (
     *named(
         "experiment model method label settings task metric value stderr difference "
-        "difference_stderr mcnemar_p gained lost detectable num_samples num_contexts num_fewshot "
+        "difference_stderr p gained lost detectable num_samples num_contexts num_fewshot "
         "seq_len budget unmet_budget budget_artifact device_frac resident_frac"
     ),
     *OF_SOME_RUNS,

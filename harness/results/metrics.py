@@ -282,7 +282,6 @@ OTHERS = (
     Metric("stderr", "standard error", POSITIVE, 3),
     Metric("difference", "minus full cache", NUMBER, 3),
     Metric("difference_stderr", "standard error of the difference", POSITIVE, 3),
-    Metric("mcnemar_p", "McNemar's p", PROBABILITY, 4),
     Metric("gained", "right, full cache wrong", POSITIVE, 0),
     Metric("lost", "wrong, full cache right", POSITIVE, 0),
     Metric("detectable", "smallest detectable difference", POSITIVE, 3),

@@ -22,9 +22,6 @@ from harness.settings.kinds import COMMON, find
 Sample = Mapping[str, Any]
 Pairs = Sequence[tuple[float, float]]
 
-RULE_OF_THREE = 3
-"""An event that happened in none of n trials has a rate of at most 3 / n, with 95 % confidence
-(exp(-3) = 0.05)."""
 EXPONENTIAL = {
     "perplexity": "nll",
     "perplexity_full": "nll_full",
@@ -50,8 +47,7 @@ class Difference(NamedTuple):
     been detected, if known. num_pairs: questions, windows or prompts. num_contexts: windows,
     prompts, or contexts of questions, whose errors are independent. gained, lost: questions that
     only the method, or only the full cache, answers correctly; None unless every answer is right or
-    wrong. mcnemar_p: McNemar's exact p-value of counts this unequal, if either direction is equally
-    likely.
+    wrong.
     """
 
     value: float
@@ -61,7 +57,13 @@ class Difference(NamedTuple):
     num_contexts: int
     gained: int | None = None
     lost: int | None = None
-    mcnemar_p: float | None = None
+
+    @property
+    def p(self) -> float | None:
+        """The two-sided p-value of a difference of 0: the paired t-test of the contexts."""
+        from harness.results.stats import two_sided_p  # here, as a command's help needs no NumPy
+
+        return two_sided_p(self.value, self.stderr, self.num_contexts - 1)
 
 
 class Measured(NamedTuple):
@@ -90,17 +92,6 @@ def clustered_stderr(values: Sequence[float], clusters: Sequence[Any]) -> float 
         return None
     squares = sum(residual * residual for residual in residuals.values())
     return (squares * groups / (groups - 1)) ** 0.5 / len(values)
-
-
-def mcnemar_p(gained: int, lost: int) -> float:
-    """Exact two-sided McNemar p-value: the binomial test of the flipped questions against 1/2.
-
-    1 without any.
-    """
-    from scipy.special import bdtr
-
-    flipped = gained + lost
-    return min(1.0, 2 * float(bdtr(min(gained, lost), flipped, 0.5)))
 
 
 def perplexity(windows: Sequence[Sample]) -> Difference:
@@ -147,16 +138,17 @@ def _means(pairs: Pairs) -> list[float]:
 
 
 def _of_means(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
+    from harness.results.stats import unseen_rate  # here, as a command's help needs no NumPy
+
     differences = [one - other for one, other in pairs]
     values = set(itertools.chain.from_iterable(pairs))
     stderr, num_contexts, least = _errors(differences, contexts)
     if stderr == 0 and min(values) >= 0 and max(values) <= 1:
-        least = RULE_OF_THREE / len(pairs)
+        least = unseen_rate(num_contexts)
     found = Difference(sum(differences) / len(pairs), stderr, least, len(pairs), num_contexts)
     if not values <= {0, 1}:
         return found
-    gained, lost = differences.count(1), differences.count(-1)
-    return found._replace(gained=gained, lost=lost, mcnemar_p=mcnemar_p(gained, lost))
+    return found._replace(gained=differences.count(1), lost=differences.count(-1))
 
 
 def _over_tasks(parts: Sequence[Difference]) -> Difference:

@@ -63,11 +63,25 @@ def quantile(degrees: float, probability: float) -> float:
     return float(stdtrit(degrees, probability))
 
 
-def two_sided_p(t: float, degrees: float) -> float:
-    """The probability that Student's t is at least as far from 0 as `t`."""
+def two_sided_p(value: float, stderr: float | None, degrees: float | None) -> float | None:
+    """The probability that a mean of 0 is found at least as far from 0 as `value`, by Student's t.
+
+    Without a standard error None. With one of 0, where all values are alike: 1 if they are 0, else
+    None, as t has no value then.
+    """
     from scipy.special import stdtr
 
-    return float(2 * stdtr(degrees, -abs(t)))
+    if stderr is None or degrees is None:
+        return None
+    if stderr == 0:
+        return 1.0 if value == 0 else None
+    return float(2 * stdtr(degrees, -abs(value / stderr)))
+
+
+def unseen_rate(num_contexts: int) -> float:
+    """The largest rate of contexts in which something happens that happened in none of so many,
+    with 95 % confidence (Clopper and Pearson 1934); about 3 / num_contexts with many."""
+    return float(1 - LEVEL ** (1 / num_contexts))
 
 
 class Estimate(NamedTuple):
@@ -92,11 +106,7 @@ class Estimate(NamedTuple):
     @property
     def p(self) -> float | None:
         """The two-sided p-value of a mean of 0."""
-        if self.stderr is None or self.degrees is None:
-            return None
-        if self.stderr == 0:
-            return 1.0 if self.value == 0 else 0.0
-        return two_sided_p(self.value / self.stderr, self.degrees)
+        return two_sided_p(self.value, self.stderr, self.degrees)
 
 
 class Design:

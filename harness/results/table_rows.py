@@ -204,7 +204,7 @@ def _compared(difference: Difference | None) -> TableRow:
     found = difference._asdict()
     value, stderr = found.pop("value"), found.pop("stderr")
     del found["num_pairs"]
-    return found | {"difference": value, "difference_stderr": stderr}
+    return found | {"difference": value, "difference_stderr": stderr, "p": difference.p}
 
 
 def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:

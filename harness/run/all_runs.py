@@ -32,7 +32,7 @@ from harness.model.resources import Resources
 from harness.run import runner
 from harness.run.kinds import measurement_of
 from harness.run.runner import Run, fail, is_held, relabel, require_devices
-from harness.scoring.progress import bar
+from harness.scoring.progress import bar, pass_over
 from harness.settings.config import RunConfig
 
 T = TypeVar("T")
@@ -117,9 +117,10 @@ def run_all(
                 outcomes = _outcomes(begun, resources, began)
                 for run in begun:
                     progress.set_description(run.title)
-                    start = time.perf_counter()
+                    start, loaded_s = time.perf_counter(), resources.load_s
                     outcome = next(outcomes)
                     spent[run.config.experiment] += time.perf_counter() - start
+                    pass_over(progress, resources.load_s - loaded_s)  # which the next runs share
                     if isinstance(outcome, HeldError):
                         held.append(run)
                         continue
@@ -165,7 +166,7 @@ def _outcomes(
 ) -> Iterator[Path | Exception]:
     """The record of each run of a group, or why there is none."""
     if group and measurement_of(group[0].config.kind).process(group[0].config) is not None:
-        yield from run_apart(group, since)
+        yield from run_apart(group, resources, since)
         return
     for run in group:
         outcome: Path | Exception
@@ -179,12 +180,14 @@ def _outcomes(
 # The child process of timed runs
 
 
-def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
+def run_apart(
+    runs: Sequence[Run], resources: Resources, since: float
+) -> Iterator[Path | Exception]:
     """Do `runs` in a child process; yields the record of each, or why there is none, in their
     order.
 
-    since: as `run` takes it. Raises what ends the loop, KeyboardInterrupt among them; the child has
-    ended then.
+    resources: learns what the child's loading took. since: as `run` takes it. Raises what ends the
+    loop, KeyboardInterrupt among them; the child has ended then.
     """
     todo = list(runs)
     context = multiprocessing.get_context("spawn")
@@ -204,7 +207,8 @@ def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
                 run = todo.pop(0)
                 try:
                     pipe.send((run, since))
-                    outcome = pipe.recv()
+                    outcome, load_s = pipe.recv()
+                    resources.load_s += load_s
                 except (EOFError, OSError):
                     child.join(STOP_S)
                     outcome = why_it_died(run, child.exitcode)
@@ -236,6 +240,7 @@ def _child(pipe: Connection) -> None:
     resources = Resources()
     while True:
         run, since = pipe.recv()
+        resources.load_s = 0
         outcome: Path | Exception
         try:
             outcome = runner.run(run, resources, since=since)
@@ -243,7 +248,7 @@ def _child(pipe: Connection) -> None:
             outcome = error
         except Exception as error:  # not every exception can be sent
             outcome = (UserError if is_users(error) else BugError)(describe(error))
-        pipe.send(outcome)
+        pipe.send((outcome, resources.load_s))
 
 
 def _end_with_parent() -> None:

@@ -86,8 +86,8 @@ class Jobs:
     folder. paths: records of the finished runs. gaps: what a sweep left out, in lines. exit_code: a
     bug's, else the last failure's, else 0. draws: a sweep ran, so draw its figures.
     is_copy: in a process that a launcher started. num_jobs: of the sweep.
-    seconds: that each new run took. disk_is_full: a job said so. swept: settings that differ
-    between the jobs of a sweep.
+    seconds: that each new run took without its model's loading. disk_is_full: a job said so.
+    swept: settings that differ between the jobs of a sweep.
     """
 
     tracebacks: bool
@@ -178,17 +178,19 @@ class Jobs:
         if find(checked.kind).keeps_record:
             run = runner.Run.of(checked)
             is_new = not run.is_finished()
-            began = time.perf_counter()
+            began, loaded_s = time.perf_counter(), self.resources.load_s
             self.paths.append(runner.run(run, self.resources))
             if is_new:
-                self._say_how_far(run.title, time.perf_counter() - began)
+                load_s = self.resources.load_s - loaded_s
+                self._say_how_far(run.title, time.perf_counter() - began, load_s)
         else:
             with runner.users_faults(checked):
                 answer(checked, self.resources)
 
-    def _say_how_far(self, title: str, seconds: float) -> None:
-        """After a run that took long: how long, and of a sweep when it will end."""
-        self.seconds.append(seconds)
+    def _say_how_far(self, title: str, seconds: float, load_s: float) -> None:
+        """After a run that took long: how long, and of a sweep when it will end, for which no model
+        is loaded or converted again."""
+        self.seconds.append(seconds - load_s)
         if seconds < SAID_AFTER_S:
             return
         line = f"{title}: took {timedelta(seconds=round(seconds))}"

@@ -28,6 +28,7 @@ class _Lines(tqdm):
     """A bar as lines, which a log file can hold: how far it is, and how long it will take."""
 
     def __init__(self, items: Iterable[Any] | None = None, **settings: Any) -> None:
+        self._done: tuple[float, float] = (0, 0.0)  # items, and the seconds they took
         super().__init__(items, miniters=1, **settings)
         self.sp = None  # of what a terminal clears in the end
 
@@ -36,10 +37,12 @@ class _Lines(tqdm):
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Print a line."""
-        left = "?"
+        left, elapsed = "?", self.format_dict["elapsed"]
+        if self.n != self._done[0]:
+            self._done = self.n, elapsed
         if self.total is not None and self.n:
-            seconds = (self.total - self.n) * self.format_dict["elapsed"] / self.n
-            left = self.format_interval(seconds)
+            of_others = (self.total - self.n) * self._done[1] / self.n
+            left = self.format_interval(max(0, of_others - (elapsed - self._done[1])))
         what = self.desc.removesuffix(": ") or f"{self.unit}s"
         print(
             f"{what}: {self.n}/{self.total or '?'} {self.unit}s, {left} left",
@@ -63,6 +66,13 @@ def bar(
     if in_notebook or stream.isatty():
         return tqdm(items, leave=False, **settings)
     return _Lines(items, mininterval=lines_every_s, delay=lines_every_s, **settings)
+
+
+def pass_over(progress: tqdm, seconds: float) -> None:
+    """Leave seconds that are over out of what the time left is estimated from."""
+    if not progress.disable:
+        progress.start_t += seconds
+        progress.last_print_t += seconds
 
 
 def say(line: str, file: TextIO | None = None) -> None:

@@ -301,12 +301,12 @@ def test_the_table_finds_what_is_known(results):
         (3, 3, 3), (4, 4, 4), (None, None, None),
     ]  # fmt: skip
     near = rows["Near"]
-    rule_of_three = pytest.approx(3 / 192)
-    assert (near["answers_difference"], near["answers_difference_high"]) == (0, rule_of_three)
+    unseen = pytest.approx(1 - 0.05 ** (1 / 8))
+    assert (near["answers_difference"], near["answers_difference_high"]) == (0, unseen), "of 8 contexts"
     far = rows["Far"]
     assert far["answers_difference"] == pytest.approx(-6.5 / 8) and near["num_questions"] == 192
     wider = far["answers_difference"] - far["answers_difference_low"]
-    assert wider > 3 * 3 / 192, "three models lose alike, and their contexts do not"
+    assert wider > 9 / 192, "three models lose alike, and their contexts do not"
     assert rows["Far"]["num_contexts"] == 8, "contexts of one task on three models are one cluster each"
     full = rows["Full cache"]
     assert full["ratio"] is None and full["answers"] == pytest.approx(1) and "full cache itself" in full["apart"]
@@ -620,7 +620,7 @@ def judged(results, monkeypatch, tmp_path) -> Callable[..., list[TableRow]]:
         ({"label": "Nobody"}, {"not measured"}),
         ({"budgets": [0.2]}, {"not measured"}),
         ({"of": "answers", "other": "Full cache"}, {"not told apart"}),
-        ({"of": "answers", "other": "Full cache", "less": 0.05}, {"holds"}),
+        ({"of": "answers", "other": "Full cache", "less": 0.35}, {"holds"}),
         ({"of": "answers", "label": "Far", "other": "Full cache", "less": 0.05}, {"does not hold"}),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_task_row_is_exact(tmp_path):
     assert list(row.items()) == list({
         "experiment": "fig11", "model": "smollm2-135m", "method": "h2o", "label": "H2O", "settings": "",
         "task": "passkey", "metric": "acc", "value": "0.75", "stderr": "0.0625", "difference": "",
-        "difference_stderr": "", "mcnemar_p": "", "gained": "", "lost": "", "detectable": "",
+        "difference_stderr": "", "p": "", "gained": "", "lost": "", "detectable": "",
         "num_samples": "48", "num_fewshot": "0", "seq_len": "", "budget": "0.30000000000000004",
         "budget_artifact": "0.1",
         "device_frac": "0.35000000000000003", "resident_frac": "0.02", "source": "measured", "shipped": "",

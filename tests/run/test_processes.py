@@ -304,7 +304,7 @@ def test_a_child_heeds_no_signal_and_ends_with_its_parent(monkeypatch, tmp_path)
     receiving, sending = os.pipe()
 
     def act():
-        for pid, blocked in all_runs.run_apart(["short", "long"], time.time()):
+        for pid, blocked in all_runs.run_apart(["short", "long"], Resources(), time.time()):
             os.write(sending, f"{pid} {sorted(blocked)}\n".encode())
 
     parent = forked(act)

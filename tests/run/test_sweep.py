@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -15,15 +16,18 @@ from omegaconf import OmegaConf
 from harness import errors
 from harness.errors import UNFINISHED, UserError, describe
 from harness.files import holding
+from harness.model import load as models
+from harness.model import resources
 from harness.model.resources import Resources
 from harness.results import record as records
-from harness.run import cli, status
+from harness.run import all_runs, cli, status
 from harness.run.compose import compose, composed, load
 from harness.run.kinds import digests_of
 from harness.run.runner import Run, run
 from harness.run.sweep import Plan, read_plan
+from harness.scoring.progress import bar, pass_over, quietly
 from harness.settings.schema import CONF_DIR
-from tests.runs import outcome, own_experiments
+from tests.runs import Runs, outcome, own_experiments
 
 
 def main(argv):
@@ -156,6 +160,7 @@ def test_every_sweep_composes_and_repeats_nothing(name, monkeypatch):
     monkeypatch.setattr("harness.data.ruler_package.packages", lambda task: [])  # ruler13's are optional
     root = ["sweep.data_root=hub"] if "data_root" in SWEEPS[name] else []
     given = {"confirm": ["sweep.texts=[README.md]"]}  # files of its own
+    given |= {"accuracy": ["sweep.every_row=true"]}
     given |= {"tune": ["sweep.budgets=[nearest:0.05]"], "board": ["sweep.budgets=[0.05]"]}
     plan = read(f"experiment={name}", "data=hub", "data.root=null", *root, *given.get(name, []))
     digests = digests_of(plan.runs[0])
@@ -264,6 +269,49 @@ def test_runs_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, m
     runs.configs.clear()
     assert main(["experiment=timed"]) == 0
     assert [(config.experiment, config.method_name) for config in runs.configs] == [("fig11", "int4")]
+
+
+@pytest.fixture
+def slow(runs, monkeypatch) -> Runs:
+    """A model that takes 300 s to load and convert, and runs of 20 s, by a clock that nothing else moves."""
+    now, load_model = [0.0], models.load_model
+
+    def take(seconds, function):
+        def call(config):
+            now[0] += seconds
+            return function(config)
+
+        return call
+
+    for module in (all_runs, cli, resources):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
+    monkeypatch.setattr(models, "load_model", take(300, load_model))
+    runs.measure = take(20, outcome)
+    return runs
+
+
+def test_the_time_left_counts_no_loading(library, slow, monkeypatch, capsys):
+    passed = []
+    monkeypatch.setattr(all_runs, "pass_over", lambda _, seconds: passed.append(seconds))
+    library("two", "runs: [{experiment: fig11, method: [full, h2o]}]")
+    assert main(["experiment=two"]) == 0 and passed == [300, 0]
+    capsys.readouterr()
+    assert main(["-m", "method=full,h2o", "experiment=fig11", "results_dir=anew"]) == 0
+    err = capsys.readouterr().err
+    assert "took 0:05:20; 1 of 2, 0:00:20 left" in err and "took 0:00:20; 2 of 2, 0:00:00 left" in err
+
+
+def test_seconds_passed_over_are_not_estimated_from(capsys):
+    with bar(total=4, unit="run", file=sys.stdout, lines_every_s=0) as progress:
+        progress.start_t -= 100
+        progress.last_print_t -= 100
+        pass_over(progress, 80)
+        progress.update()
+        progress.start_t -= 15  # of the next run
+        progress.refresh()
+    assert capsys.readouterr().out.splitlines()[1:] == ["runs: 1/4 runs, 01:00 left", "runs: 1/4 runs, 00:45 left"]
+    with quietly():
+        pass_over(bar(total=4), 80)
 
 
 # a sweep from start to end

@@ -22,6 +22,7 @@ from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.model.random_ids import RandomIds
+from harness.model.resources import Resources
 from harness.results import columns
 from harness.results.metrics import OF_DISK, UNMET_BUDGET
 from harness.results.record import settings_id
@@ -363,8 +364,10 @@ def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch,
     monkeypatch.chdir(tmp_path)
     labels = ["offload", "infinigen"]
     configs = [load([*TINY, *ONE_RUN, f"system={label}"]) for label in labels]
-    paths = list(all_runs.run_all(configs))
+    resources = Resources()
+    paths = list(all_runs.run_all(configs, resources=resources))
     assert [each["config"]["label"] for each in map(read, paths)] == labels
+    assert resources.load_s > 0, "as the child says"
     dense = {tuple(each["samples"]["dense_s"]) for each in map(read, paths)}
     assert len(dense) == 1 and len({*dense.pop()}) == 2, "a prefill for each repeat, in one process"
     monkeypatch.setattr(all_runs, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
@@ -376,7 +379,7 @@ def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(all_runs, "_child", die)
     runs = [Run.of(load(["experiment=latency", f"system={label}"])) for label in ("ideal", "offload")]
-    outcomes = list(all_runs.run_apart(runs, time.time()))
+    outcomes = list(all_runs.run_apart(runs, Resources(), time.time()))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
     kept = [(record["status"], record["error"]) for record in (read(run.path) for run in runs)]
