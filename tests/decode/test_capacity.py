@@ -115,6 +115,10 @@ def test_a_modelled_step_by_hand():
     assert residual.budget == pytest.approx((2 + 2 * share * 20 / 28) / 4)
     expected = (2 + 2 * share * 20 / 28) * rows + 2 * 3 * ROW * (1 + share)
     assert residual.seconds(3) == pytest.approx(expected / 1e6, rel=0.01)
+    # On the device fused kernels read codes and scales as they lie there, and the exact rows beside them.
+    here = modelled.Step(MACHINE, SHAPE, capacity_of(kivi.plan.method, kivi.plan.codec), efficiency=EXACT)
+    stored = (2 + 2 * (share * 20 + 8) / 28) * rows
+    assert here.seconds(3) == pytest.approx((4 * block + head + stored) / 1e9)
 
 
 @pytest.mark.parametrize("dense_layers", [0, 2])

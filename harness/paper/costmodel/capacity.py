@@ -8,12 +8,12 @@ Bytes are those that a live session would have in half precision (`harness.decod
 walked block by block as in `predict`, in the order of a live session: rows that are chosen a layer
 ahead cross the link beside the block before; rows that a layer chooses by its own query are waited
 for; rows of dense layers, where others read less, cross during the whole step. Beside the counts
-of `predict`, a step reads what the method's state keeps of each layer once. Coded rows are read as
-they are stored where kernels take them, and else decoded first (a write and a read in half
-precision); the last tokens that a codec leaves exact are read on the device. The efficiencies are
-fitted to the paper's systems on one machine. The table counts neither launches of kernels nor
-Python, nor the conflicts of a batch's sequences, so its small batches are optimistic;
-`Step.host_seconds` has the launches, for `harness.run.advise`.
+of `predict`, a step reads of each layer's index what the method's selection says
+(`harness.decode.state_sizes`). This is the step of an engine, alike for every method: fused
+kernels, which read coded rows as they are stored, launched at once by CUDA graphs. The last tokens
+that a codec leaves exact are read on the device. The efficiencies are fitted to the paper's systems
+on one machine. The conflicts of a batch's sequences are not counted, so small batches are
+optimistic. `Step.host_seconds` has the launches of this code, for `harness.run.advise`.
 """
 
 from __future__ import annotations
@@ -263,7 +263,6 @@ class Step:
             index_read = index_bytes.get(policy.number, 0) if policy.kind == "method" else 0
             attention = [self._matmul(batch, shape.attention_weights)]
             attention.append(self._attention(policy, store, row_bytes))
-            # A state that chooses scores its index; one that evicts updates what it keeps.
             index_flops = 2 * shape.num_heads / shape.num_kv_heads * index_read / WEIGHT_BYTES
             prediction = self._seconds(Work(index_flops, index_read))
             load = late = spread = 0.0
@@ -314,13 +313,11 @@ class Step:
         return self._stored_read(policy, store) * store.heads * store.slot_bytes
 
     def _attention(self, policy: Policy, store: KVStore, row_bytes: float) -> Work:
-        """The products with the rows that are read, and the traffic of these."""
+        """The products with the rows that are read, and the traffic of these: kernels take coded
+        rows as they are stored."""
         exact_row = self.shape.token_bytes
         read, stored = self._tokens_read(policy), self._stored_read(policy, store)
         num_bytes = row_bytes + (read - stored) * store.batch * exact_row
-        is_plain = store.format.is_exact or store.format.has_kernels(torch.device("cuda"))
-        if not is_plain:
-            num_bytes += 2 * stored * store.batch * exact_row
         return Work(4 * self.shape.query_size * (read + 1) * store.batch, num_bytes)
 
     def _matmul(self, rows: int, weights: int) -> Work:
