@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -274,18 +274,19 @@ def _options(config: RunConfig, row: TableRow, most_questions: int) -> Iterator[
     made = replace(made, model=config.model, platform=config.platform, latency=config.latency)
     given = config.capacity.hit_frac
     hit_frac = HIT_FRAC if given is None else given
+    made = replace(made, capacity=replace(config.capacity, hit_frac=None, max_batch=sys.maxsize))
+    step = modelled_step(made, weight_bits=config.advise.weight_bits)
     for place, settings in PLACES.items():
         has_cache = settings["gpu_cache"] > 0
         if row["family"] == "evicts" and place != DEVICE:
             continue  # what it keeps is small
         if has_cache and not made.method.names_rows:
             continue
-        own_hit_frac = hit_frac if has_cache else None
-        capacity = replace(config.capacity, hit_frac=own_hit_frac, max_batch=sys.maxsize)
-        here = replace(made, **settings, capacity=capacity)
-        step = modelled_step(here, weight_bits=config.advise.weight_bits)
+        plan = replace(step.capacity.plan, **settings)  # which knows the sizes of its state
+        capacity = replace(step.capacity, plan=plan)
+        here = replace(step, capacity=capacity, hit_frac=hit_frac if has_cache else 0.0)
         placed = [*words, *(f"{name}={value}" for name, value in settings.items())]
-        yield Option(row, place, placed, config, step, most_questions)
+        yield Option(row, place, placed, config, here, most_questions)
 
 
 @cache
@@ -319,12 +320,12 @@ def first_lines(options: Sequence[Option]) -> list[str]:
     if full.users >= wanted:
         fits = f"Your cache fits: {memory}. Expect nothing from offloading."
     else:
-        fits = f"Your cache does not fit: {memory}. On the device {full.users} of {wanted} users do."
+        fits = f"Your cache does not fit: {memory}. {full.users} of {wanted} users do."
     pays = pays_from(options)
     if pays is None:
-        return [fits, "At no number of users does offloading pay (modelled)."]
+        return [fits, "Offloading pays at no number of users, in tokens/s of all (modelled)."]
     number, other = pays
-    return [fits, f"Offloading begins to pay at {number} users, by {_named(other)} (modelled)."]
+    return [fits, f"Offloading pays from {number} users on, by {_named(other)} (modelled)."]
 
 
 def pays_from(options: Sequence[Option]) -> tuple[int, Option] | None:
@@ -369,9 +370,11 @@ def recommendation(options: Sequence[Option]) -> list[str]:
 
 
 def command(option: Option) -> str:
-    """The run of an option on this machine's GPU, with weights of 16 bits."""
+    """The run of an option on a machine with such a GPU, with weights of 16 bits."""
     sizes = [f"{name}={value}" for name, value in _sizes(option.asked).items()]
     run = ["experiment=latency", "platform=cuda", f"model={option.asked.model.name}"]
+    if option.step.platform.cards > 1:
+        run.append("model.device=map")
     return f"{COMMAND} {' '.join([*run, *sizes, *option.words])}"
 
 
@@ -420,8 +423,8 @@ def _changes(best: Option, options: Sequence[Option], meeting: Sequence[Option])
         other = unmeasured[0]
         yield f"If its answers were measured: {_named(other)}, {_all(other)} tokens/s in all."
     if best.step.weight_bits > LIGHT_BITS:
-        of_all = (option for option in options if option.place == DEVICE and option.loses_little)
-        light = [option.with_weights(LIGHT_BITS) for option in of_all]
+        light = [one.with_weights(LIGHT_BITS) for one in on_device]
+        light = [one for one in light if one.served >= best.served]
         other = max(light, key=lambda option: option.total, default=best)
         if other.total > best.total:
             speed = f"{_named(other)}, {_all(other)} tokens/s in all"
@@ -544,9 +547,12 @@ def _light(options: Sequence[Option]) -> dict[str, Column]:
     if options[0].step.weight_bits > LIGHT_BITS:
         light = {option.label: option.with_weights(LIGHT_BITS) for option in options}
         for name, column in SPEEDS.items():
-            of_light = f"{name}, weights of {LIGHT_BITS} bits"
-            columns[of_light] = lambda option, column=column: column(light[option.label])
+            columns[f"{name}, weights of {LIGHT_BITS} bits"] = partial(_light_cell, column, light)
     return columns | LOST
+
+
+def _light_cell(column: Column, light: Mapping[str, Option], option: Option) -> str:
+    return column(light[option.label])
 
 
 def as_data(options: Sequence[Option]) -> dict[str, Any]:
@@ -626,7 +632,7 @@ def timed() -> str:
     speeds = []
     for label, words in known["labels"].items():
         (row,) = where(rows, "label", label)
-        speeds.append(f"{words} {row['tokens_per_s']:.0f} ({row['decode_tokens_per_s']:.0f})")
+        speeds.append(f"{words} {row['tokens_per_s']:.0f}")
     return known["sentence"].format(speeds=", ".join(speeds), **rows[0])
 
 

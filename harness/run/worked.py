@@ -1,4 +1,4 @@
-"""The worked questions of `results/advise.md`, beside speeds that others saw; the first is README's.
+"""The worked questions of `results/advise.md`, beside speeds that others saw, and README's lines.
 
 python -m harness.run.worked
 """
@@ -25,20 +25,21 @@ from harness.run.advise import (
 from harness.run.compose import load
 from harness.settings.paths import COMMAND, SHIPPED
 
-
-MARK = "<!-- advise -->"
+MARK = "<!--advise-->"
 """Before and after the lines of README that are written here."""
 
 
 def pages(readme: str) -> tuple[str, str]:
     """The worked questions, as Markdown, and README with its lines of the first."""
+    from harness.paper.costmodel.capacity import LAUNCH_S
+
     lines = [
         "# Advice",
         "",
         f"What `advise` answers to {len(KNOWN['worked'])} questions, and how far it lies from "
         "speeds that others saw. `python -m harness.run.worked` writes this page.",
         "",
-        " ".join([*KNOWN["on_page"], timed()]),
+        " ".join([*KNOWN["on_page"], timed()]).format(launch_us=1e6 * LAUNCH_S),
     ]
     for number, asked in enumerate(KNOWN["worked"], 1):
         words = ["experiment=advise", *asked["settings"]]
@@ -72,7 +73,7 @@ def in_readme(options: Sequence[Option]) -> str:
         best = next(placed)
         lines.append([COLUMNS[name](best) for name in known["columns"]])
     sheet = Sheet("", list(known["columns"].values()), lines)
-    return "\n\n".join([" ".join(first_lines(options)), pipes(sheet), timed()])
+    return "\n\n".join([pipes(sheet), timed()])
 
 
 def beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
@@ -83,7 +84,7 @@ def beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
         if "over" in seen:
             predicted /= _rate(words, seen["over"], seen["over_at"])
         error = f"{100 * (predicted / seen['value'] - 1):+.0f}"
-        source = f"{seen['source']}; {seen['off']}" if "off" in seen else seen["source"]
+        source = "; ".join([seen["source"], *([seen["because"]] if "because" in seen else [])])
         lines.append([seen["what"], f"{predicted:.3g}", f"{seen['value']:g}", error, source])
     header = [LABEL.heading, "modelled", "seen", "error (%)", "source"]
     return Sheet("", header, lines)
