@@ -248,8 +248,9 @@ class Plan:
         return max(batch, min(most, batch * max(lengths.prompts)))
 
     def index_bytes(self, lengths: BatchLengths) -> dict[int, int]:
-        """By a layer's number, bytes that the state keeps of it, which a step reads."""
-        return dict(self._state(lengths).by_layer)
+        """By a layer's number, bytes of its index that a step in the middle of the decoding
+        reads."""
+        return dict(self._state(lengths).read)
 
     def _state(self, lengths: BatchLengths) -> StateSizes:
         """The sizes of the state. Those of a batch of equal prompts grow by the same number of
@@ -259,10 +260,15 @@ class Plan:
             return self._state_of(tuple(lengths.prompts), lengths.max_new_tokens)
         one = self._state_of((lengths.prompts[0],), lengths.max_new_tokens)
         two = self._state_of((lengths.prompts[0],) * 2, lengths.max_new_tokens)
-        by_layer = {}
-        for number, of_one in one.by_layer.items():
-            by_layer[number] = of_one + (batch - 1) * (two.by_layer[number] - of_one)
-        return StateSizes(one.whole + (batch - 1) * (two.whole - one.whole), by_layer)
+
+        def grown(of_one: int, of_two: int) -> int:
+            return of_one + (batch - 1) * (of_two - of_one)
+
+        by_layer, read = (
+            {number: grown(size, of_two[number]) for number, size in of_one.items()}
+            for of_one, of_two in ((one.by_layer, two.by_layer), (one.read, two.read))
+        )
+        return StateSizes(grown(one.whole, two.whole), by_layer, read)
 
     def _state_of(self, prompts: tuple[int, ...], max_new_tokens: int) -> StateSizes:
         key = prompts, max_new_tokens

@@ -1,5 +1,5 @@
-"""How many bytes a method's state will keep of a batch, without the batch: the state's own code
-runs on tensors that have a shape and no numbers.
+"""How many bytes a method's state will keep of a batch, and read in a step, without the batch: the
+state's own code runs on tensors that have a shape and no numbers.
 
 Queries, keys and values lie on torch's `meta` device, where an operation makes the shape of its
 result and allocates nothing. The lengths of the sequences are real numbers, since states size their
@@ -19,7 +19,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.decode.memory import layer_bytes, tensor_bytes
 from harness.errors import UserError
-from methods.base import Calibration, Geometry, Lengths, Method, PromptRows, When
+from harness.model.budgets import FLOAT_BYTES
+from methods.base import (
+    Calibration,
+    Geometry,
+    Lengths,
+    Method,
+    PromptRows,
+    QueryRows,
+    State,
+    When,
+)
 from methods.evicting import EvictingState
 from methods.extras import Calibrates, KeysOnDeviceState, RereadingState, to_calibrate
 
@@ -33,11 +43,13 @@ class StateSizes:
     """Bytes of a state after the prompt.
 
     whole: all of it, calibration included. by_layer: of the tensors that it declares to keep, by
-    the layer's number.
+    the layer's number. read: of the layer's index, by a step in the middle of the decoding
+    (`Selection.side`); where the data decides, all that is kept.
     """
 
     whole: int
     by_layer: Mapping[int, int]
+    read: Mapping[int, int]
 
 
 class ShapesAlone(TorchDispatchMode):
@@ -97,7 +109,7 @@ def state_sizes(
     UserError for a method whose sizes depend on the numbers, and ValueError as `Method.new_state`.
     """
     if method.reads_all:
-        return StateSizes(0, {})
+        return StateSizes(0, {}, {})
     # Masks and positions without numbers are faster; some states read how many tokens are real.
     for real_device in (META, torch.device("cpu")):
         try:
@@ -174,7 +186,41 @@ def _state_sizes(
                 before = after
             by_layer[number], added = of_kind[kind]
             whole += added
-    return StateSizes(whole, by_layer)
+        # At the end, since to select may change what the state holds.
+        token = batch * kv_heads * geometry.elements * FLOAT_BYTES
+        read: dict[int, int] = {}
+        read_of_kept: dict[tuple[int, When], int] = {}
+        for number, kept in by_layer.items():
+            kind = kept, method.when_of(number)
+            if kind not in read_of_kept:
+                in_tokens = _index_read(state, number, columns + max_new_tokens // 2, dtype)
+                read_of_kept[kind] = kept if in_tokens is None else round(token * in_tokens)
+            read[number] = read_of_kept[kind]
+    return StateSizes(whole, by_layer, read)
+
+
+def _index_read(state: State, layer: int, row: int, dtype: torch.dtype) -> float | None:
+    """What a step at this row reads of a layer's index, in tokens, mean over the sequences; None
+    where the data decides."""
+    when, geometry = state.method.when_of(layer), state.geometry
+    if when == "kept":
+        return 0.0
+    batch, kv_heads = len(state.lengths.prompt), geometry.num_kv_heads
+    query = torch.empty(batch, geometry.num_heads, 1, geometry.head_dim, dtype=dtype, device=META)
+    key, value = query[:, :kv_heads], query[:, :kv_heads, :, : geometry.value_dim]
+    scores = torch.empty(batch, kv_heads, geometry.group, 1, row + 1, device=META)
+    positions = torch.full((batch, 1), row)
+    slots, own = torch.arange(row + 1).expand(batch, 1, -1), positions.unsqueeze(1)
+    is_real = torch.ones(batch, 1, dtype=torch.bool)
+    rows = QueryRows(query, positions, is_real, slots, own, lambda: scores)
+    try:
+        state.append(layer, key, value, positions, slice(row, row + 1))
+        side = state.select(layer, rows).side
+    except (NotImplementedError, RuntimeError):  # it looks at numbers
+        return None
+    if side is None:
+        return 0.0
+    return None if side.device == META else float(side.mean())
 
 
 def _calibration(method: Calibrates, geometry: Geometry, dtype: torch.dtype) -> Calibration:

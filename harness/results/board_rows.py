@@ -372,8 +372,10 @@ def _answer_columns(series: Series, full: Rows) -> TableRow:
 
 def traffic(row: TableRow) -> float:
     """Bytes that a step moves over the link and reads on the device, of the full cache's; the mean
-    of the models' least and largest."""
-    return _middle(row, "budget") + _middle(row, "device_frac")
+    of the models' least and largest. What is left after an eviction is small and lies on the
+    device."""
+    over_link = 0.0 if row.get("family") == "evicts" else _middle(row, "budget")
+    return over_link + _middle(row, "device_frac")
 
 
 def _middle(row: TableRow, name: str) -> float:

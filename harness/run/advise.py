@@ -3,24 +3,28 @@
     python run.py advise model=llama3.1-8b platform=rtx4090-pcie4 batch_size=8 prompt_len=32640
 
 A row is a method of the board at one of its budgets, with its rows on the device, in host memory,
-or in host memory behind a GPU cache. How many users fit is the arithmetic of a live session, speed
-is the cost model's (`harness.paper.costmodel.capacity`), what a method loses was measured on the
-board's models. `advise.yaml` has the launches of each method, and the serving engines that have
-one.
+or in host memory behind a GPU cache. How many users fit is the arithmetic of a live session. Speed
+is the step of an engine by the cost model (`harness.paper.costmodel.capacity`), alike for every
+method; that of this code, whose host launches kernel by kernel, stands beside it. What a method
+loses was measured on the board's models. `advise.yaml` has the launches of each method here, the
+formats of a cache that engines ship, and the engines that have a method.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.decode.memory import GIB
+from harness.decode.needs import largest_batch
 from harness.errors import UserError
+from harness.files import write_atomic
 from harness.model.shape import read_yaml
 from harness.results.columns import TableRow, grouped, read_table, where
 from harness.results.metrics import BUDGET, LABEL, MISSING, RATIO
@@ -29,7 +33,7 @@ from harness.run.compose import load
 from harness.run.parse import method_file
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
-from harness.settings.paths import CONF_DIR, SHIPPED
+from harness.settings.paths import COMMAND, CONF_DIR, SHIPPED
 
 if TYPE_CHECKING:
     from harness.paper.costmodel.capacity import Step
@@ -37,31 +41,37 @@ if TYPE_CHECKING:
 KNOWN = read_yaml(Path(__file__).with_name("advise.yaml"))
 BOARD = SHIPPED / "tables" / "board-methods.csv"
 OVER = "all models"
+TIMED = SHIPPED / "gpu-nvidia-h100-80gb-hbm3" / "tables" / "latency.csv"
 ROWS = 2
 """Rows of a GPU cache, as a multiple of what a step reads."""
 HIT_FRAC = 0.89
 """Share of the selected rows that such a cache had, where none is given: InfiniGen2 at 10 % on
 SmolLM2, 1,024 tokens (docs/results.md)."""
 HIT_RANGE = (0.60, 0.95)
+DEVICE, CACHED = "device", "host, GPU cache"
 PLACES: dict[str, dict[str, Any]] = {
-    "device": {"placement": "device", "gpu_cache": 0},
+    DEVICE: {"placement": "device", "gpu_cache": 0},
     "host": {"placement": "host", "gpu_cache": 0},
-    "host, GPU cache": {"placement": "host", "gpu_cache": ROWS},
+    CACHED: {"placement": "host", "gpu_cache": ROWS},
 }
 LINK_LAUNCHES = 3
 """Launches on the link's stream, a layer (benchmarks/NOTES.md)."""
+LIGHT_BITS = 4
+"""Of a stored weight, where all else is as asked: what then fits without offloading."""
+NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
 class Option:
     """A method of the board at a budget, in a place of `PLACES`, under the question's settings.
 
-    board: its row there. asked: the question. step: of the cost model, with its capacity.
-    most_questions: of any row of the board.
+    board: its row there. words: its settings on a command line. asked: the question. step: of the
+    cost model, with its capacity. most_questions: of any row of the board.
     """
 
     board: TableRow
     place: str
+    words: Sequence[str]
     asked: RunConfig
     step: Step
     most_questions: int
@@ -83,42 +93,48 @@ class Option:
         return min(self.users, self.asked.latency.batch_size)
 
     @cached_property
-    def graph_tpot_s(self) -> float:
-        """Seconds of a step by an engine whose host launches a step at once (CUDA graphs)."""
+    def tpot_s(self) -> float:
+        """Seconds of an engine's step, whose kernels are launched at once (CUDA graphs)."""
         return self.step.seconds(self.served) if self.served else math.inf
 
-    @cached_property
-    def tpot_s(self) -> float:
-        """Seconds of a step of this project, whose host launches kernel by kernel."""
-        return max(self.graph_tpot_s, self.host_s)
-
     @property
-    def host_s(self) -> float:
-        """Seconds in which the host launches a step."""
-        on_device, on_host = KNOWN["launches"][self.key]
-        full_layer = KNOWN["launches"]["full"][0]
-        if self.place == "device":
-            return self.step.host_seconds(full_layer, on_device, 0)
-        return self.step.host_seconds(full_layer, on_host, LINK_LAUNCHES)
+    def own_tpot_s(self) -> float | None:
+        """Seconds of a step of this code; None where its launches were not counted."""
+        launches = KNOWN["launches"].get(self.key)
+        if launches is None or not self.served:
+            return None
+        full_layer, on_device = KNOWN["launches"]["full"][0], self.place == DEVICE
+        link = 0 if on_device else LINK_LAUNCHES
+        host_s = self.step.host_seconds(full_layer, launches[0 if on_device else 1], link)
+        return max(self.tpot_s, host_s)
 
     @property
     def key(self) -> str:
-        """Method and codec, as `launches` of advise.yaml names them."""
+        """Method and codec, as advise.yaml names them."""
         return _key(self.board)
 
+    def total_at(self, users: int) -> float:
+        """Tokens/s of as many of these users as fit at a time."""
+        served = min(users, self.users)
+        return served / self.step.seconds(served) if served else 0.0
+
     @property
-    def has_added_codec(self) -> bool:
-        """Whether its rows have a codec that is not the method's own."""
-        return _has_added_codec(self.board)
-
-    def total(self, tpot_s: float) -> float:
+    def total(self) -> float:
         """Tokens/s of all users."""
-        return self.served / tpot_s
+        return self.served / self.tpot_s
 
-    def at_hit_rate(self, hit_frac: float, *, by_host: bool = True) -> float:
+    def at_hit_rate(self, hit_frac: float) -> float:
         """Tokens/s of all users if the GPU cache has this share of the selected rows."""
-        step = replace(self.step, hit_frac=hit_frac)
-        return self.total(max(step.seconds(self.served), self.host_s if by_host else 0))
+        return replace(self, step=replace(self.step, hit_frac=hit_frac)).total
+
+    def with_weights(self, bits: float) -> Option:
+        """The same with weights of other bits."""
+        step = self.step
+        plan = step.capacity.plan
+        weight_bytes = round(plan.model.weight_bytes * bits / step.weight_bits)
+        plan = replace(plan, model=replace(plan.model, weight_bytes=weight_bytes))
+        capacity = replace(step.capacity, plan=plan)
+        return replace(self, step=replace(step, capacity=capacity, weight_bits=bits))
 
     @cached_property
     def ttft_s(self) -> tuple[float, float]:
@@ -129,41 +145,38 @@ class Option:
         return least, most
 
     @property
-    def lost(self) -> float:
-        """Share of the full cache's right answers that are lost."""
-        lost = lost_by(self.board)
-        assert lost is not None, "looked at before"
-        return lost
-
-    @property
-    def num_questions(self) -> int:
-        """Questions that it was asked, of all models of the board."""
-        count: int = self.board["num_questions"]
-        return count
+    def lost(self) -> float | None:
+        """Share of the full cache's right answers that are lost; None: not measured."""
+        return lost_by(self.board)
 
     @property
     def was_asked_all(self) -> bool:
         """Whether it was asked all questions of the board: some rows are of one model alone."""
-        return self.num_questions == self.most_questions
+        return self.board.get("num_questions") == self.most_questions
+
+    @property
+    def loses_little(self) -> bool:
+        """Whether it is known to lose no more answers than allowed."""
+        limit = self.asked.advise.answers_lost
+        return self.lost is not None and self.lost <= limit and self.was_asked_all
 
     @property
     def why_not(self) -> str:
-        """What of the question it does not meet; empty where it meets all."""
-        return self.why_not_at(self.tpot_s)
-
-    def why_not_at(self, tpot_s: float) -> str:
-        """The same with steps of these seconds."""
+        """What of the question it does not meet; empty where it meets all. What was not measured
+        comes last."""
         asked, wanted = self.asked.advise, self.asked.latency.batch_size
         if self.users < wanted:
             return f"holds {self.users} users"
-        if self.lost > asked.answers_lost:
-            return f"loses {100 * self.lost:.1f} points"
-        if not self.was_asked_all:
-            return f"was asked {self.num_questions} of {self.most_questions} questions"
-        if asked.tokens_per_s is not None and 1 / tpot_s < asked.tokens_per_s:
-            return f"{1 / tpot_s:.1f} tokens/s for a user"
+        if asked.tokens_per_s is not None and 1 / self.tpot_s < asked.tokens_per_s:
+            return f"{1 / self.tpot_s:.1f} tokens/s for a user"
         if asked.ttft_s is not None and self.ttft_s[0] > asked.ttft_s:
             return f"a prompt takes {self.ttft_s[0]:.1f} s"
+        if self.lost is None:
+            return NOT_MEASURED
+        if self.lost > asked.answers_lost:
+            return f"loses {_points(self)}"
+        if not self.was_asked_all:
+            return f"was asked {self.board['num_questions']} of {self.most_questions} questions"
         return ""
 
 
@@ -171,17 +184,19 @@ class Option:
 
 
 def advise(config: RunConfig) -> str:
-    """The answer as text for a terminal: a recommendation, what would change it, tables, and where
-    the numbers come from.
+    """The answer as text for a terminal: what fits without offloading, a recommendation, what
+    would change it, tables, and where the numbers come from. Writes `advise.json` beside.
 
     Raises UserError for a model that the cost model does not know, or that the machine does not
     hold.
     """
     options, left = options_of(config)
-    lines = [*recommendation(options), ""]
+    lines = [*first_lines(options), "", *recommendation(options), ""]
     for sheet in sheets(options):
         lines += [terminal(sheet), ""]
-    return "\n".join([*lines, *sources(config, options, left)])
+    path = Path(config.results_dir) / "advise.json"
+    write_atomic(path, json.dumps(as_data(options), indent=1) + "\n")
+    return "\n".join([*lines, *sources(config, options, left), f"All options: {path}"])
 
 
 def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
@@ -190,9 +205,9 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
     found: list[Option] = []
     left: dict[str, str] = {}
     rows = board_rows(config.latency.prompt_len + config.latency.gen_len)
-    most_questions = max(row["num_questions"] or 0 for row in rows)
+    most_questions = max(row.get("num_questions") or 0 for row in rows)
     for row in bar(rows, desc="advice", unit="row"):
-        if lost_by(row) is None:
+        if lost_by(row) is None and row["family"] != "codes":
             left[row["label"]] = "nobody measured the answers that it loses"
             continue
         try:
@@ -203,13 +218,14 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
             left[row["label"]] = str(error)
     for option in found:
         left.pop(option.label, None)
-    found.sort(key=lambda option: (option.why_not != "", -option.total(option.tpot_s)))
+    found.sort(key=lambda option: (option.why_not != "", -option.total))
     return found, left
 
 
 def board_rows(context: int) -> list[TableRow]:
     """The board's rows over all models that a live session can have, each at its longest windows
-    that are no longer than the context; the full cache first."""
+    that are no longer than the context; the full cache first. A format of the cache that the board
+    lacks has a row without measurements."""
     longest: dict[tuple[Any, ...], TableRow] = {}
     for row in where(read_table(BOARD), "over", OVER):
         is_apart = row.get("apart") and not reads_own_budget(row)
@@ -219,7 +235,14 @@ def board_rows(context: int) -> list[TableRow]:
         before = longest.get(identity)
         if before is None or before["seq_len"] < row["seq_len"] <= context:
             longest[identity] = row
-    return sorted(longest.values(), key=lambda row: row["method"] != "full")
+    known = {row["method"] for row in longest.values()}
+    rows = sorted(longest.values(), key=lambda row: row["method"] != "full")
+    for name in KNOWN["codecs"]:
+        if name not in known:
+            file = method_file(name)
+            row = {"label": file["title"], "method": name, "codec": file["codec"]}
+            rows.append(row | {"family": "codes"})
+    return rows
 
 
 def lost_by(row: TableRow) -> float | None:
@@ -240,30 +263,30 @@ def _options(config: RunConfig, row: TableRow, most_questions: int) -> Iterator[
     known."""
     from harness.paper.costmodel.capacity import modelled_step
 
-    if _key(row) not in KNOWN["launches"]:
-        raise UserError("its launches were not counted")
-    words = ["experiment=capacity", "platform=h100-pcie5", f"method={row['method']}", "gpu_cache=0"]
+    words = [f"method={row['method']}"]
     if not reads_own_budget(row):
         words.append(f"budget={row['asked_budget']}")
     if _has_added_codec(row):
         words += [f"codec={row['codec']}", f"group_size={group_size()}"]
     dense = (row.get("dense_numbers") or "0").split(" or ")[-1]
     words.append(f"method.dense_layers={dense}")
-    made = load(words)
+    made = load(["experiment=capacity", "platform=h100-pcie5", "gpu_cache=0", *words])
     made = replace(made, model=config.model, platform=config.platform, latency=config.latency)
     given = config.capacity.hit_frac
     hit_frac = HIT_FRAC if given is None else given
+    made = replace(made, capacity=replace(config.capacity, hit_frac=None, max_batch=sys.maxsize))
+    step = modelled_step(made, weight_bits=config.advise.weight_bits)
     for place, settings in PLACES.items():
         has_cache = settings["gpu_cache"] > 0
-        if row["family"] == "evicts" and place != "device":
+        if row["family"] == "evicts" and place != DEVICE:
             continue  # what it keeps is small
         if has_cache and not made.method.names_rows:
             continue
-        own_hit_frac = hit_frac if has_cache else None
-        capacity = replace(config.capacity, hit_frac=own_hit_frac, max_batch=sys.maxsize)
-        here = replace(made, **settings, capacity=capacity)
-        step = modelled_step(here, weight_bits=config.advise.weight_bits)
-        yield Option(row, place, config, step, most_questions)
+        plan = replace(step.capacity.plan, **settings)  # which knows the sizes of its state
+        capacity = replace(step.capacity, plan=plan)
+        here = replace(step, capacity=capacity, hit_frac=hit_frac if has_cache else 0.0)
+        placed = [*words, *(f"{name}={value}" for name, value in settings.items())]
+        yield Option(row, place, placed, config, here, most_questions)
 
 
 @cache
@@ -286,108 +309,176 @@ def _key(row: TableRow) -> str:
 # The answer
 
 
+def first_lines(options: Sequence[Option]) -> list[str]:
+    """Whether the cache fits, and how many users it takes until offloading pays."""
+    full = next(option for option in options if option.key == "full" and option.place == DEVICE)
+    wanted = full.asked.latency.batch_size
+    needs = full.step.capacity.needs(wanted)
+    cache_gib, weights_gib = needs.slots / GIB, needs.weights / GIB
+    room_gib = full.step.capacity.device_bytes / GIB
+    memory = f"{cache_gib:.1f} GiB beside {weights_gib:.1f} of weights, in {room_gib:.1f}"
+    if full.users >= wanted:
+        fits = f"Your cache fits: {memory}. Expect nothing from offloading."
+    else:
+        fits = f"Your cache does not fit: {memory}. {full.users} of {wanted} users do."
+    pays = pays_from(options)
+    if pays is None:
+        return [fits, "Offloading pays at no number of users, in tokens/s of all (modelled)."]
+    number, other = pays
+    return [fits, f"Offloading pays from {number} users on, by {_named(other)} (modelled)."]
+
+
+def pays_from(options: Sequence[Option]) -> tuple[int, Option] | None:
+    """The fewest users whose tokens/s in all are more with rows in host memory than with all rows
+    on the device, as many of them as fit there at a time, and the option by which; None: never.
+    Options count that lose no more answers than allowed."""
+    allowed = [option for option in options if option.loses_little]
+    here = [option for option in allowed if option.place == DEVICE]
+    there = [option for option in allowed if option.place != DEVICE]
+    most = max((option.users for option in there), default=0)
+
+    def is_slower(users: int) -> bool:
+        return _best(there, users).total_at(users) <= _best(here, users).total_at(users)
+
+    number = largest_batch(is_slower, most) + 1
+    return None if number > most else (number, _best(there, number))
+
+
+def _best(options: Sequence[Option], users: int) -> Option:
+    return max(options, key=lambda option: option.total_at(users))
+
+
 def recommendation(options: Sequence[Option]) -> list[str]:
-    """One sentence, and what would change it."""
+    """One sentence, the command, and what would change it."""
     meeting = [option for option in options if not option.why_not]
     if not meeting:
         lines = ["Recommendation: none. No method that was measured meets all that is asked."]
-        by_graphs = [option for option in options if not option.why_not_at(option.graph_tpot_s)]
-        if by_graphs:
-            other = min(by_graphs, key=lambda option: option.graph_tpot_s)
-            speed = f"{1 / other.graph_tpot_s:.1f} tokens/s each"
-            lines.append(f"By an engine with CUDA graphs: {_named(other)}, {speed}.")
+        unmeasured = [option for option in options if option.why_not == NOT_MEASURED]
+        for other in unmeasured[:1]:
+            speed = f"{_each(other)} tokens/s for each of {other.served} (modelled)"
+            lines.append(f"But for its answers, which were not measured, {_named(other)}: {speed}.")
         nearest = max(options, key=_nearness)
         return [*lines, f"The nearest is {_named(nearest)}: {nearest.why_not}."]
     best = meeting[0]
-    speed = f"{_each(best)} tokens/s for each of {best.served} and {_speed(best)} in all (modelled)"
+    speed = f"{_each(best)} tokens/s for each of {best.served} and {_all(best)} in all (modelled)"
     first = (
         f"Recommendation: {_named(best)}, of which {best.users} users fit, with {speed}, "
         f"and {_points(best)} of the answers lost (measured on the board's models)."
     )
     changes = [f"- {line}" for line in _changes(best, options, meeting)]
-    return [first, "What would change it:", *changes]
+    return [first, f"As a command: {command(best)}", "What would change it:", *changes]
+
+
+def command(option: Option) -> str:
+    """The run of an option on a machine with such a GPU, with weights of 16 bits."""
+    sizes = [f"{name}={value}" for name, value in _sizes(option.asked).items()]
+    run = ["experiment=latency", "platform=cuda", f"model={option.asked.model.name}"]
+    if option.step.platform.cards > 1:
+        run.append("model.device=map")
+    return f"{COMMAND} {' '.join([*run, *sizes, *option.words])}"
+
+
+def _sizes(asked: RunConfig) -> dict[str, int]:
+    """The users that are asked for and their tokens, by setting."""
+    sizes = asdict(asked.latency)
+    return {name: sizes[name] for name in ("batch_size", "prompt_len", "gen_len")}
 
 
 def _nearness(option: Option) -> tuple[Any, ...]:
     """Larger for what serves more of the users, then for what loses no more answers than allowed
     (as far as it was asked), then for the faster."""
-    is_allowed = option.was_asked_all and option.lost <= option.asked.advise.answers_lost
-    return option.served, is_allowed, -option.tpot_s
+    return option.served, option.loses_little, -option.tpot_s
 
 
 def _changes(best: Option, options: Sequence[Option], meeting: Sequence[Option]) -> Iterator[str]:
-    asked = best.asked.advise.answers_lost
+    limit = best.asked.advise.answers_lost
     on_device = [
         option
         for option in options
-        if option.place == "device" and option.lost <= asked and option.users
+        if option.place == DEVICE and option.loses_little and option.users
     ]
     most = max(on_device, key=lambda option: option.users, default=best)
-    full = [option for option in on_device if _is_full(option) and option is not most]
+    full = [option for option in on_device if option.key == "full" and option is not most]
     for other in (*full, most):
         if other.users < best.served:
             yield f"Fewer users: {_named(other)} holds {other.users}, {_each(other)} tokens/s each."
-    stricter = [option for option in meeting if option.lost <= best.lost / 2]
-    if best.lost > 0 and stricter:
+    lost = best.lost or 0.0
+    stricter = [option for option in meeting if (option.lost or 0.0) <= lost / 2]
+    if lost > 0 and stricter:
         other = stricter[0]
-        yield f"A limit of {_points(other)}: {_named(other)}, {_speed(other)} tokens/s in all."
+        yield f"A limit of {_points(other)}: {_named(other)}, {_all(other)} tokens/s in all."
     looser = [
         option
         for option in options
-        if option.served >= best.served
-        and option.lost > best.asked.advise.answers_lost
+        if option.lost is not None
+        and option.lost > limit
+        and option.served >= best.served
         and option.tpot_s < best.tpot_s
     ]
     if looser:
-        other = min(looser, key=lambda option: option.lost)
-        yield f"A limit of {_points(other)}: {_named(other)}, {_speed(other)} tokens/s in all."
-    graphs = min(meeting, key=lambda option: option.graph_tpot_s)
-    if graphs.graph_tpot_s < best.tpot_s:
-        speed = _speed(graphs, graphs.graph_tpot_s)
-        yield f"An engine with CUDA graphs: {_named(graphs)}, {speed} tokens/s in all."
-    if best.place == "host, GPU cache":
-        low, high = (best.at_hit_rate(hit_frac) for hit_frac in HIT_RANGE)
-        graph_low, graph_high = (best.at_hit_rate(hit, by_host=False) for hit in HIT_RANGE)
+        other = min(looser, key=lambda option: option.lost or 0.0)
+        yield f"A limit of {_points(other)}: {_named(other)}, {_all(other)} tokens/s in all."
+    unmeasured = [option for option in options if option.why_not == NOT_MEASURED]
+    if unmeasured and unmeasured[0].tpot_s < best.tpot_s:
+        other = unmeasured[0]
+        yield f"If its answers were measured: {_named(other)}, {_all(other)} tokens/s in all."
+    if best.step.weight_bits > LIGHT_BITS:
+        light = [one.with_weights(LIGHT_BITS) for one in on_device]
+        light = [one for one in light if one.served >= best.served]
+        other = max(light, key=lambda option: option.total, default=best)
+        if other.total > best.total:
+            speed = f"{_named(other)}, {_all(other)} tokens/s in all"
+            yield f"Weights in {LIGHT_BITS} bits, whose loss was not measured: {speed}."
+    own = [option for option in meeting if option.own_tpot_s is not None]
+    if own:
+        other = max(own, key=_own_total)
+        yield f"This code's own launches: {_named(other)}, {_own(other)} tokens/s in all."
+    if best.place == CACHED:
+        low, high = map(best.at_hit_rate, HIT_RANGE)
         shares = " to ".join(f"{100 * hit_frac:.0f} %" for hit_frac in HIT_RANGE)
-        speeds = f"{low:.0f} to {high:.0f} tokens/s in all"
-        graphs_too = f"{graph_low:.0f} to {graph_high:.0f} with CUDA graphs"
-        yield f"The GPU cache: with {shares} of the rows found there {speeds}, {graphs_too}."
+        found = f"with {shares} of the rows found there {low:.0f} to {high:.0f} tokens/s in all"
+        yield f"The GPU cache: {found}."
         other = max(meeting, key=_at_low_end)
         if _at_low_end(other) > low:
             yield f"At the low end {_named(other)} is faster, with {_at_low_end(other):.0f}."
 
 
+def _own_total(option: Option) -> float:
+    """Tokens/s of all users by this code; 0 where they are not known."""
+    return option.served / option.own_tpot_s if option.own_tpot_s is not None else 0.0
+
+
 def _at_low_end(option: Option) -> float:
     """Tokens/s of all users, where GPU caches have the least of `HIT_RANGE`."""
-    if option.place == "host, GPU cache":
-        return option.at_hit_rate(HIT_RANGE[0])
-    return option.total(option.tpot_s)
+    return option.at_hit_rate(HIT_RANGE[0]) if option.place == CACHED else option.total
 
 
 def _points(option: Option) -> str:
+    if option.lost is None:
+        return NOT_MEASURED
     return f"{round(100 * option.lost, 1) + 0.0:.1f} points"  # not -0.0
 
 
-def _is_full(option: Option) -> bool:
-    return option.key == "full"
-
-
 def _named(option: Option) -> str:
-    if _is_full(option):
+    if reads_own_budget(option.board):
         return f"{option.label} ({option.place})"
-    share = BUDGET.show(option.step.budget)
     where = option.place
-    if option.has_added_codec:
+    if _has_added_codec(option.board):
         where += f"; group_size={group_size()}"
-    return f"{option.label} at {share} % ({where})"
+    return f"{option.label} at {BUDGET.show(option.step.budget)} % ({where})"
 
 
 Column = Callable[[Option], str]
 
 
-def _speed(option: Option, tpot_s: float | None = None) -> str:
+def _all(option: Option) -> str:
     """Tokens/s of all users."""
-    return f"{option.total(tpot_s or option.tpot_s):.0f}" if option.served else MISSING
+    return f"{option.total:.0f}" if option.served else MISSING
+
+
+def _own(option: Option) -> str:
+    """Tokens/s of all users by this code."""
+    return MISSING if option.own_tpot_s is None else f"{_own_total(option):.0f}"
 
 
 def _each(option: Option) -> str:
@@ -400,38 +491,108 @@ def _gib(option: Option, memory: str) -> str:
     return f"{getattr(needs, memory) / GIB:.1f}"
 
 
+def _ratio(option: Option) -> str:
+    return RATIO.show(0.0 if option.key == "full" else option.board.get("ratio"))
+
+
+SPEEDS: dict[str, Column] = {
+    "users that fit": lambda option: str(option.users),
+    "tokens/s of a user": _each,
+    "tokens/s of all": _all,
+}
+LOST: dict[str, Column] = {
+    "answers lost (points)": lambda option: _points(option).removesuffix(" points"),
+}
 COLUMNS: dict[str, Column] = {
     LABEL.heading: lambda option: option.label,
     "rows lie": lambda option: option.place,
     "budget (%)": lambda option: BUDGET.show(option.step.budget),
-    "users that fit": lambda option: str(option.users),
-    "tokens/s of a user": _each,
-    "tokens/s of all": _speed,
-    "of all, CUDA graphs": lambda option: _speed(option, option.graph_tpot_s),
+    **SPEEDS,
+    "of all, this code": _own,
     "device (GiB)": lambda option: _gib(option, "device"),
     "host (GiB)": lambda option: _gib(option, "host"),
-    RATIO.heading: lambda option: RATIO.show(option.board.get("ratio")),
-    "answers lost (points)": lambda option: _points(option).removesuffix(" points"),
-    "questions": lambda option: str(option.num_questions),
+    RATIO.heading: _ratio,
+    **LOST,
+    "questions": lambda option: str(option.board.get("num_questions") or MISSING),
 }
 
 
 def sheets(options: Sequence[Option]) -> list[Sheet]:
-    """What meets the question; and of each method of which nothing does, what is nearest to it."""
-    meeting = [option for option in options if not option.why_not]
+    """What there is without offloading; what meets the question, at its fastest budget; and of each
+    other method what is nearest to it."""
+    whole = [one for one in options if one.place == DEVICE and reads_own_budget(one.board)]
+    meeting: dict[tuple[str, str], Option] = {}
     others: dict[str, Option] = {}
     for option in options:
-        nearest = others.get(option.label)
-        if nearest is None or (option.served, -option.lost) > (nearest.served, -nearest.lost):
+        if not option.why_not:
+            meeting.setdefault((option.label, option.place), option)
+        nearest = others.setdefault(option.label, option)
+        if (option.served, -(option.lost or 0)) > (nearest.served, -(nearest.lost or 0)):
             others[option.label] = option
-    missing = [each for each in others.values() if each.label not in {one.label for one in meeting}]
+    shown = {option.label for option in (*whole, *meeting.values())}
+    missing = [option for option in others.values() if option.label not in shown]
     because: dict[str, Column] = {"why not": lambda option: option.why_not}
-    found = []
+    found = [sheet_of("On the device, nothing offloaded (speeds modelled)", whole, _light(whole))]
     if meeting:
-        found.append(sheet_of("Meets all that is asked", meeting, COLUMNS))
+        title = "Meets all that is asked (speeds modelled)"
+        found.append(sheet_of(title, meeting.values(), COLUMNS))
     if missing:
-        found.append(sheet_of("Does not", missing, COLUMNS | because))
+        found.append(sheet_of("Does not (speeds modelled)", missing, COLUMNS | because))
     return found
+
+
+def _light(options: Sequence[Option]) -> dict[str, Column]:
+    """Columns of options, and of the same with weights in few bits where more are asked for."""
+    columns = {name: COLUMNS[name] for name in (LABEL.heading, "budget (%)", *SPEEDS)}
+    if options[0].step.weight_bits > LIGHT_BITS:
+        light = {option.label: option.with_weights(LIGHT_BITS) for option in options}
+        for name, column in SPEEDS.items():
+            columns[f"{name}, weights of {LIGHT_BITS} bits"] = partial(_light_cell, column, light)
+    return columns | LOST
+
+
+def _light_cell(column: Column, light: Mapping[str, Option], option: Option) -> str:
+    return column(light[option.label])
+
+
+def as_data(options: Sequence[Option]) -> dict[str, Any]:
+    """The answer for programs, as `advise.json` holds it. Speeds are modelled, answers measured."""
+    asked = options[0].asked
+    best = options[0] if not options[0].why_not else None
+    pays = pays_from(options)
+    return {
+        "source": "modelled",
+        "model": asked.model.name,
+        "platform": dict(asked.platform.sheet or {}),
+        "asked": asdict(asked.advise) | _sizes(asked),
+        "offloading_pays_from_users": pays[0] if pays else None,
+        "recommendation": best and _data(best),
+        "options": [_data(option) for option in options],
+    }
+
+
+def _data(option: Option) -> dict[str, Any]:
+    needs = option.step.capacity.needs(max(1, option.served))
+    own = option.own_tpot_s
+    return {
+        "label": option.label,
+        "settings": list(option.words),
+        "place": option.place,
+        "budget": option.step.budget,
+        "weight_bits": option.step.weight_bits,
+        "users_that_fit": option.users,
+        "users_served": option.served,
+        "tokens_per_s_of_a_user": 1 / option.tpot_s,
+        "tokens_per_s": option.total,
+        "tokens_per_s_by_this_code": None if own is None else option.served / own,
+        "ttft_s": option.ttft_s,
+        "device_bytes": needs.device,
+        "host_bytes": needs.host,
+        "kl_over_the_oracles": option.board.get("ratio"),
+        "answers_lost": option.lost,
+        "num_questions": option.board.get("num_questions"),
+        "why_not": option.why_not,
+    }
 
 
 def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str]) -> list[str]:
@@ -440,9 +601,12 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
 
     given = config.capacity.hit_frac
     least, most = options[0].ttft_s
+    platform = options[0].step.platform
     fields = {
-        "platform": config.platform.name,
-        "sheet": (config.platform.sheet or {})["source"],
+        "platform": platform,
+        "memory": platform.device_bytes / GIB,
+        "rates": [platform.memory_bytes_per_s / 1e9, platform.link_bytes_per_s / 1e9],
+        "tflops": platform.flops_per_s / 1e12,
         "model": config.model.name,
         "weight_bits": config.advise.weight_bits,
         "prompt_len": config.latency.prompt_len,
@@ -458,7 +622,18 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
     for why, labels in grouped(left, left.__getitem__).items():
         lines.append(f"Left out, as {why}: {', '.join(labels)}.")
     engines = "; ".join(_engines(options))
-    return [*lines, f"Serving engines: {engines}; of the others none is known here."]
+    return [*lines, timed(), f"Serving engines: {engines}; of the others none is known here."]
+
+
+def timed() -> str:
+    """What an H100 took, as far as it was measured."""
+    known = KNOWN["timed"]
+    rows = where(read_table(TIMED), "batch_size", known["batch_size"])
+    speeds = []
+    for label, words in known["labels"].items():
+        (row,) = where(rows, "label", label)
+        speeds.append(f"{words} {row['tokens_per_s']:.0f}")
+    return known["sentence"].format(speeds=", ".join(speeds), **rows[0])
 
 
 def _engines(options: Iterable[Option]) -> Iterator[str]:

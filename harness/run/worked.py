@@ -1,4 +1,4 @@
-"""The worked questions of `results/advise.md`, beside speeds that others saw.
+"""The worked questions of `results/advise.md`, beside speeds that others saw, and README's lines.
 
 python -m harness.run.worked
 """
@@ -12,20 +12,34 @@ from harness.errors import UserError
 from harness.files import write_atomic
 from harness.results.metrics import LABEL
 from harness.results.sheet import Sheet, pipes
-from harness.run.advise import KNOWN, options_of, recommendation, sheets
+from harness.run.advise import (
+    COLUMNS,
+    KNOWN,
+    Option,
+    first_lines,
+    options_of,
+    recommendation,
+    sheets,
+    timed,
+)
 from harness.run.compose import load
 from harness.settings.paths import COMMAND, SHIPPED
 
+MARK = "<!--advise-->"
+"""Before and after the lines of README that are written here."""
 
-def page() -> str:
-    """The worked questions, as Markdown."""
+
+def pages(readme: str) -> tuple[str, str]:
+    """The worked questions, as Markdown, and README with its lines of the first."""
+    from harness.paper.costmodel.capacity import LAUNCH_S
+
     lines = [
         "# Advice",
         "",
-        "What `advise` answers to five questions, and how far it lies from speeds that others saw. "
-        "`python -m harness.run.worked` writes this page.",
+        f"What `advise` answers to {len(KNOWN['worked'])} questions, and how far it lies from "
+        "speeds that others saw. `python -m harness.run.worked` writes this page.",
         "",
-        " ".join(KNOWN["on_page"]),
+        " ".join([*KNOWN["on_page"], timed()]).format(launch_us=1e6 * LAUNCH_S),
     ]
     for number, asked in enumerate(KNOWN["worked"], 1):
         words = ["experiment=advise", *asked["settings"]]
@@ -37,13 +51,29 @@ def page() -> str:
         except UserError as error:
             lines += [f"Refused: {error}.", "", asked["refused"]]
             continue
+        if number == 1:
+            before, _, after = readme.split(MARK)
+            readme = f"{before}{MARK}\n{in_readme(options)}\n{MARK}{after}"
+        fits, pays = first_lines(options)
         first, *changes = recommendation(options)
-        lines += [first, "", *changes]
+        lines += [f"{fits} {pays}", "", first, "", *changes]
         for sheet in sheets(options):
             lines += ["", sheet.title + ":", "", pipes(sheet)]
         if "published" in asked:
             lines += ["", "Beside speeds that were seen:", "", pipes(beside(asked, words))]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n", readme
+
+
+def in_readme(options: Sequence[Option]) -> str:
+    """README's rows of the answer, and what was measured beside them."""
+    known = KNOWN["in_readme"]
+    lines = []
+    for key, place in known["rows"]:
+        placed = (one for one in options if (one.key, one.place) == (key, place))
+        best = next(placed)
+        lines.append([COLUMNS[name](best) for name in known["columns"]])
+    sheet = Sheet("", list(known["columns"].values()), lines)
+    return "\n\n".join([pipes(sheet), timed()])
 
 
 def beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
@@ -53,10 +83,10 @@ def beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
         predicted = _rate(words, seen["words"], seen["at"])
         if "over" in seen:
             predicted /= _rate(words, seen["over"], seen["over_at"])
-        error = 100 * (predicted / seen["value"] - 1)
-        value = f"{seen['value']:g}"
-        lines.append([seen["what"], f"{predicted:.3g}", value, f"{error:+.0f}", seen["source"]])
-    header = [LABEL.heading, "predicted, CUDA graphs", "seen", "error (%)", "source"]
+        error = f"{100 * (predicted / seen['value'] - 1):+.0f}"
+        source = "; ".join([seen["source"], *([seen["because"]] if "because" in seen else [])])
+        lines.append([seen["what"], f"{predicted:.3g}", f"{seen['value']:g}", error, source])
+    header = [LABEL.heading, "modelled", "seen", "error (%)", "source"]
     return Sheet("", header, lines)
 
 
@@ -71,10 +101,11 @@ def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:
 
 
 def main() -> None:
-    """Write `results/advise.md`."""
-    path = SHIPPED / "advise.md"
-    write_atomic(path, page())
-    print(path)
+    """Write `results/advise.md`, and README's lines."""
+    paths = SHIPPED / "advise.md", SHIPPED.parent / "README.md"
+    for path, text in zip(paths, pages(paths[1].read_text(encoding="utf-8")), strict=True):
+        write_atomic(path, text)
+        print(path)
 
 
 if __name__ == "__main__":

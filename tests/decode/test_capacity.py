@@ -115,6 +115,10 @@ def test_a_modelled_step_by_hand():
     assert residual.budget == pytest.approx((2 + 2 * share * 20 / 28) / 4)
     expected = (2 + 2 * share * 20 / 28) * rows + 2 * 3 * ROW * (1 + share)
     assert residual.seconds(3) == pytest.approx(expected / 1e6, rel=0.01)
+    # On the device fused kernels read codes and scales as they lie there, and the exact rows beside them.
+    here = modelled.Step(MACHINE, SHAPE, capacity_of(kivi.plan.method, kivi.plan.codec), efficiency=EXACT)
+    stored = (2 + 2 * (share * 20 + 8) / 28) * rows
+    assert here.seconds(3) == pytest.approx((4 * block + head + stored) / 1e9)
 
 
 @pytest.mark.parametrize("dense_layers", [0, 2])
@@ -375,3 +379,16 @@ def test_the_figure_marks_walls_and_where_a_method_wins(monkeypatch):
     rings = [x for marker, x in drawn if marker == "o" and len(x) == 1]
     assert rings == [[4]], "the first batch of offload above 15 tokens/s"
     assert ("x", [1]) in drawn, "not one sequence fits"
+
+
+def test_two_cards_have_twice_the_rates_and_add_up_their_outputs():
+    """Each of two sends and takes the batch's outputs once, 3 x 64 elements, twice in each of four layers."""
+    one = modelled.Step(MACHINE, SHAPE, capacity_of(), efficiency=EXACT)
+    two = replace(one, platform=replace(MACHINE, cards=2).together)
+    joins_s = 4 * 2 * (3 * 64 * 2) / 1e6
+    assert two.seconds(3) == pytest.approx(one.seconds(3) / 2 + joins_s)
+    assert two.prefill_seconds(1.0) == pytest.approx(one.prefill_seconds(1.0) / 2 + 24 / 3 * joins_s)
+    with pytest.raises(UserError, match=r"^platform.cards=3: must divide the 8 KV heads of llama3.1-8b$"):
+        modelled.modelled_step(load(["experiment=capacity", *H100, "method=full", "platform.cards=3"]))
+    capacity = modelled.modelled_step(load(["experiment=capacity", *H100, "method=full", "platform.cards=2"])).capacity
+    assert capacity.device_bytes == 2 * 8.59e10

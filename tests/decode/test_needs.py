@@ -1,6 +1,7 @@
 """The memory of a session and the largest batch, known by arithmetic, against sessions that are opened and loops."""
 
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,3 +118,25 @@ def test_what_infinigen2_keeps_by_hand(tokens, share):
     assert kept[1] == heads * (tokens * of_token + of_sequence) + 2 * 8, "beside its prompt's length and T"
     assert kept[2] == 2 * kept[1]
     assert kept[1] / (heads * tokens * 2 * head_dim * 2) == pytest.approx(share, abs=5e-5)
+
+
+def test_what_a_step_reads_of_an_index_by_hand():
+    """In each of two KV heads, at 1,016 cached tokens. The linear rest reads its coded keys twice, and once its slopes
+    (64 x 128, in 4 bits), intercepts and mean key; Quest two bounds of each of 63 full pages; what evicts has no index.
+    vAttention's sample looks at numbers, so all that it keeps counts."""
+    geometry = Geometry(2, 12, 2, 128, 128**-0.5, "llama")
+
+    def sizes_of_method(name):
+        method = replace(shipped(name).method, dense_layers=0)
+        return state_sizes(method, geometry, (1008,), 16, torch.float16, lambda number: 1024)
+
+    keys, projections, mean = 1016 * (64 // 2 + 4), 2 * 128 * (64 // 2 + 4), 64 * 2
+    fit = 64 * (128 // 2 + 4) + 2 * (128 + 128)
+    once = 2 * (keys + projections + mean)
+    assert sizes_of_method("infinigen2").read == {0: once, 1: once}
+    assert sizes_of_method("infinigen2-linear").read[1] == 2 * (2 * keys + projections + mean + fit)
+    quest = sizes_of_method("quest")
+    assert set(quest.read.values()) == {2 * 63 * 2 * 128 * 2}
+    assert set(sizes_of_method("h2o").read.values()) == {0}
+    sampled = sizes_of_method("vattention")
+    assert sampled.read == sampled.by_layer

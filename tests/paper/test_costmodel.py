@@ -126,7 +126,6 @@ KNOWN = [
     for path in sorted((CONF_DIR / "model").glob("*.yaml"))
     if read_yaml(path)["shape"]["model_type"] in FFN_MATRICES
 ]
-MODELLED = [path.stem for path in (CONF_DIR / "platform").glob("*.yaml") if "kind: modelled" in path.read_text()]
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -226,7 +226,7 @@ def test_the_explorer_has_every_row_as_a_point_and_says_what_it_is():
         rows.append(place("B", **codes, step_source="modelled"))
     found = explorer(rows, REGISTRY["families"])
     first, longer, second = found["points"]
-    assert (first["budget"], first["traffic"], first["kl_nats"], first["step_s"]) == (16, 51, 0.5, 250)
+    assert (first["budget"], first["traffic"], first["kl_nats"], first["step_s"]) == (16, 35, 0.5, 250)
     assert (first["resident_frac"], first["resident_frac_low"], first["ratio"], first["ratio_high"]) == (20, 10, 2, 3)
     assert first["kl_nats_low"] is None and longer["step_s"] is None and longer["text_step_s"] == MISSING
     said = {title: first[field] for field, title in found["tooltip"].items()}

@@ -8,12 +8,12 @@ Bytes are those that a live session would have in half precision (`harness.decod
 walked block by block as in `predict`, in the order of a live session: rows that are chosen a layer
 ahead cross the link beside the block before; rows that a layer chooses by its own query are waited
 for; rows of dense layers, where others read less, cross during the whole step. Beside the counts
-of `predict`, a step reads what the method's state keeps of each layer once. Coded rows are read as
-they are stored where kernels take them, and else decoded first (a write and a read in half
-precision); the last tokens that a codec leaves exact are read on the device. The efficiencies are
-fitted to the paper's systems on one machine. The table counts neither launches of kernels nor
-Python, nor the conflicts of a batch's sequences, so its small batches are optimistic;
-`Step.host_seconds` has the launches, for `harness.run.advise`.
+of `predict`, a step reads of each layer's index what the method's selection says
+(`harness.decode.state_sizes`). This is the step of an engine, alike for every method: fused
+kernels, which read coded rows as they are stored, launched at once by CUDA graphs. The last tokens
+that a codec leaves exact are read on the device. The efficiencies are fitted to the paper's systems
+on one machine. The conflicts of a batch's sequences are not counted, so small batches are
+optimistic. `Step.host_seconds` has the launches of this code, for `harness.run.advise`.
 """
 
 from __future__ import annotations
@@ -83,10 +83,13 @@ def modelled_step(config: RunConfig, weight_bits: float = 16) -> Step:
     """
     sheet, lengths = config.platform.sheet, config.latency
     assert sheet is not None, "a modelled machine"
-    platform = build(Platform, dict(sheet), "platform")
+    platform = build(Platform, dict(sheet), "platform").together
     if config.model.shape is None:
         raise UserError(f"model={config.model.name}: its shape is not known; choose a model of it")
     shape = ModelShape.from_config(config.model.name, config.model.shape)
+    if shape.num_kv_heads % platform.cards:
+        heads = f"{shape.num_kv_heads} KV heads of {shape.name}"
+        raise UserError(f"platform.cards={platform.cards}: must divide the {heads}")
     context = lengths.prompt_len + lengths.gen_len
     limit = config.model.shape.get("max_position_embeddings")
     if limit is not None and context > limit:
@@ -188,8 +191,8 @@ def _model_sizes(
 class Step:
     """Decode steps of a capacity's batches on a machine, at the mean length of the decoding.
 
-    hit_frac: the share of the selected rows that are on the device already. weight_bits: of a
-    stored weight, which is computed with in 16.
+    platform: all cards together. hit_frac: the share of the selected rows that are on the device
+    already. weight_bits: of a stored weight, which is computed with in 16.
     """
 
     platform: Platform
@@ -239,7 +242,8 @@ class Step:
         per_token = 2 * (shape.attention_weights + shape.ffn_weights) * shape.num_layers
         pairs = prompt_len**2 / 2  # a token and those before it
         flops = per_token * prompt_len + 4 * shape.query_size * pairs * shape.num_layers
-        return flops / (self.platform.flops_per_s * share)
+        joins_s = 2 * shape.num_layers * self._join_seconds(prompt_len)
+        return flops / (self.platform.flops_per_s * share) + joins_s
 
     def blocks(self, batch: int) -> list[BlockTimes]:
         """The times of each block, when nothing waits."""
@@ -256,6 +260,7 @@ class Step:
             for index, layer in enumerate(plan.model.layers):
                 if layer.policy.kind != "method":
                     spread_s += self._row_bytes(layer.policy, stores[index]) / link / len(governed)
+        join_s = self._join_seconds(batch)
         blocks = []
         for index, layer in enumerate(plan.model.layers):
             policy, store = layer.policy, stores[index]
@@ -263,7 +268,6 @@ class Step:
             index_read = index_bytes.get(policy.number, 0) if policy.kind == "method" else 0
             attention = [self._matmul(batch, shape.attention_weights)]
             attention.append(self._attention(policy, store, row_bytes))
-            # A state that chooses scores its index; one that evicts updates what it keeps.
             index_flops = 2 * shape.num_heads / shape.num_kv_heads * index_read / WEIGHT_BYTES
             prediction = self._seconds(Work(index_flops, index_read))
             load = late = spread = 0.0
@@ -282,8 +286,8 @@ class Step:
             blocks.append(
                 BlockTimes(
                     load=load + spread,
-                    attention=sum(self._seconds(work) for work in attention),
-                    ffn=self._seconds(self._matmul(batch, shape.ffn_weights)),
+                    attention=sum(self._seconds(work) for work in attention) + join_s,
+                    ffn=self._seconds(self._matmul(batch, shape.ffn_weights)) + join_s,
                     prediction=prediction,
                     store=store_s,
                     late=late,
@@ -314,14 +318,20 @@ class Step:
         return self._stored_read(policy, store) * store.heads * store.slot_bytes
 
     def _attention(self, policy: Policy, store: KVStore, row_bytes: float) -> Work:
-        """The products with the rows that are read, and the traffic of these."""
+        """The products with the rows that are read, and the traffic of these: kernels take coded
+        rows as they are stored."""
         exact_row = self.shape.token_bytes
         read, stored = self._tokens_read(policy), self._stored_read(policy, store)
         num_bytes = row_bytes + (read - stored) * store.batch * exact_row
-        is_plain = store.format.is_exact or store.format.has_kernels(torch.device("cuda"))
-        if not is_plain:
-            num_bytes += 2 * stored * store.batch * exact_row
         return Work(4 * self.shape.query_size * (read + 1) * store.batch, num_bytes)
+
+    def _join_seconds(self, tokens: int) -> float:
+        """Seconds in which the cards add up their parts of a layer's output, twice a layer: each
+        sends and takes 2 (n - 1) / n of it over its own link."""
+        cards = self.platform.cards
+        output_bytes = tokens * self.shape.hidden_size * WEIGHT_BYTES
+        link_of_one = self.platform.link_bytes_per_s / cards
+        return 2 * (cards - 1) / cards * output_bytes / link_of_one
 
     def _matmul(self, rows: int, weights: int) -> Work:
         return Work(2 * rows * weights, self.weight_bits / 8 * weights)

@@ -3,7 +3,7 @@ the paper's systems read, move and keep."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -49,7 +49,8 @@ class Platform:
     flops_per_s: fp16 matrix products, dense. memory_bytes_per_s: device memory. device_bytes: its
     size. link_bytes_per_s: host to device from pinned memory, as achieved.
     host_channel_bytes_per_s: one channel of host memory, which limits the one core that stages a
-    copy from pageable memory.
+    copy from pageable memory. cards: among which a model's heads are split; rates and size are of
+    one, which has a link of its own.
     """
 
     name: str
@@ -60,12 +61,24 @@ class Platform:
     device_bytes: Rate
     link_bytes_per_s: Rate
     host_channel_bytes_per_s: Rate
+    cards: Annotated[int, Field(ge=1)] = 1
 
     @property
     def pageable_bytes_per_s(self) -> float:
         """Host to device from pageable memory: the driver copies into a pinned buffer (a read and a
         write of the channel per byte), then transfers."""
         return 1 / (1 / self.link_bytes_per_s + 2 / self.host_channel_bytes_per_s)
+
+    @property
+    def together(self) -> Platform:
+        """All cards as one: their rates and memories added."""
+        return replace(
+            self,
+            flops_per_s=self.cards * self.flops_per_s,
+            memory_bytes_per_s=self.cards * self.memory_bytes_per_s,
+            device_bytes=self.cards * self.device_bytes,
+            link_bytes_per_s=self.cards * self.link_bytes_per_s,
+        )
 
 
 def load_platform(name: str) -> Platform:
