@@ -178,8 +178,8 @@ def show_score(row: TableRow) -> str:
     shown, difference = quantity(row["metric"]), row.get("difference")
     text = show_value(row)
     if difference is None:
-        stderr = row["stderr"]
-        if stderr is None or counted(row):
+        stderr, contexts = row["stderr"], row.get(NUM_CONTEXTS.name) or FEWEST_CONTEXTS
+        if stderr is None or counted(row) or contexts < FEWEST_CONTEXTS:
             return text
         decimals = len(text.partition(".")[2])
         return f"{text} ± {shown.factor * stderr:,.{decimals}f}"

@@ -46,6 +46,7 @@ SAME_BUDGET = 0.1
 KL_DIGITS, MAX_DECIMALS = 3, 5
 MAX_NAMES, MAX_TASKS = 4, 2
 """Methods and tasks that a sentence names."""
+WORSE, BETTER, UNSURE = "worse for certain (95 %)", "better for certain", "not told apart"
 OF_SHARES = (
     "budget: share (%) of the full cache that a step reads; device: of it, read in device memory; "
     "resident: what the method keeps there."
@@ -183,10 +184,10 @@ def _title(figure: Figure) -> str:
         )
         lengths = " or ".join(f"{n:,.0f}" for n in sorted({row["seq_len"] or 0 for row in rows}))
         if of_task[0][1] in OF_WINDOWS:
-            parts.append(f"{samples} windows of {lengths} tokens of {task}")
+            parts.append(f"{task}: {samples} windows of {lengths} tokens")
         else:
-            parts.append(f"{samples} questions of {task}")
-    return printable(f"{figure.name}, {figure.model}: {', '.join(parts)}")
+            parts.append(f"{task}: {samples} questions")
+    return printable(f"{figure.name}, {figure.model} ({'; '.join(parts)})")
 
 
 def _each(rows: Iterable[TableRow], name: str) -> str:
@@ -218,7 +219,7 @@ def _table(figure: Figure) -> str:
         notes.append(f"{len(chosen)} of {len(figure.lines)} lines, the closest to the full cache.")
     if left_out:
         notes.append(f"Not shown: {', '.join(left_out)}.")
-    return f"{markdown(frame)}\n\n{textwrap.fill(' '.join(notes), MAX_LETTERS)}"
+    return f"{markdown(frame)}\n\n{wrapped(' '.join(notes))}"
 
 
 def _is_answer(key: Key) -> bool:
@@ -261,8 +262,8 @@ def heading_of(key: Key, keys: Collection[Key]) -> str:
     """The heading of a column among all of a table: of a task its name where that is enough."""
     task, metric = key
     shown = quantity(metric)
-    if metric in (KL, PERPLEXITY):
-        is_alone = sum(other == metric for _, other in keys) == 1
+    if metric in (KL, PERPLEXITY, TOP1):
+        is_alone = sum(other == metric for _, other in keys) <= 1
         return shown.heading if is_alone else f"{task} {shown.heading}"
     of_task = [other for name, other in keys if name == task]
     if of_task == [metric] and _is_answer(key):
@@ -314,6 +315,11 @@ def width_of(frame: pd.DataFrame) -> int:
     return sum(_widths(frame)) + 3 * frame.shape[1] + 1
 
 
+def wrapped(text: str) -> str:
+    """Lines of at most `MAX_LETTERS`, none of which begins with a %."""
+    return textwrap.fill(text.replace(" %", "\u00a0%"), MAX_LETTERS).replace("\u00a0", " ")
+
+
 def fitted(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """A frame without so many columns, the last ones, that its lines are short enough; and their
     headings."""
@@ -334,12 +340,9 @@ def _vertical(figure: Figure) -> str:
     for column in (BUDGET, *columns.with_values(beside, rows), DEVICE_FRAC, RESIDENT_FRAC):
         cells[column.heading] = _share(line, column)
     keys = columns_of(figure.lines)
-    for key, row in line.rows.items():
-        if key in keys:
-            score = show_kl(row) if row["metric"] == KL else show_score(row)
-            cells[heading_of(key, keys)] = score
-        elif key[1] == TOP1:
-            cells[quantity(TOP1).heading] = show_score(row)
+    for key in [*keys, *(key for key in line.rows if key[1] == TOP1)]:
+        row = line.rows[key]
+        cells[heading_of(key, keys)] = show_kl(row) if row["metric"] == KL else show_score(row)
     return vertical(f"{_title(figure)}\n{figure.names[0]}", cells)
 
 
@@ -369,7 +372,7 @@ def _said(figure: Figure) -> str:
         compared = _compared(figure, of_kind)
         if compared:
             sentences.append(f"{words}: {compared}.")
-    return textwrap.fill(" ".join(sentences), MAX_LETTERS)
+    return wrapped(" ".join(sentences))
 
 
 def _is_full_row(row: TableRow) -> bool:
@@ -405,7 +408,7 @@ def _at_one_budget(rows: Mapping[str, TableRow]) -> str:
         read = show_range(BUDGET, [row["budget"] for row in rows.values()], " to ")
         return f"They read {read} % of the cache; budget=0.2 has all of them read the same."
     read = show_range(BUDGET, [row["budget"] for row in chosen.values()], " to ")
-    listed = ", ".join(f"{row['label']} {_kl(row)}" for row in chosen.values())
+    listed = " / ".join(f"{row['label']} {_kl(row)}" for row in chosen.values())
     return f"At about the same budget ({read} %): {listed} nats."
 
 
@@ -427,20 +430,20 @@ def _compared(figure: Figure, keys: Sequence[Key]) -> str:
 
 
 def _certain(rows: Mapping[str, TableRow], key: Key) -> str:
-    sides: dict[str, list[str]] = {"worse": [], "better": [], "not told apart": []}
+    sides: dict[str, list[str]] = {WORSE: [], BETTER: [], UNSURE: []}
     for name, row in rows.items():
         interval = interval_of(row)
         if interval is None or not interval.is_certain:
-            sides["not told apart"].append(name)
+            sides[UNSURE].append(name)
         else:
             is_worse = (row["difference"] > 0) == (key[1] == PERPLEXITY)
-            sides["worse" if is_worse else "better"].append(name)
+            sides[WORSE if is_worse else BETTER].append(name)
     words = []
     for side, names in sides.items():
-        listed = ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} of {len(rows)}"
+        listed = " / ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} of {len(rows)}"
         if names:
             words.append(f"{side}: {listed}")
-    return "certainly (95 %) " * bool(sides["worse"] or sides["better"]) + ", ".join(words)
+    return ", ".join(words)
 
 
 # Runs of other kinds: their sheets, as narrow
@@ -460,5 +463,5 @@ def printed_sheet(sheet: Sheet) -> str:
         notes.append(f"{MAX_ROWS} of {len(frame)} lines.")
     if left_out:
         notes.append(f"Not shown: {', '.join(left_out)}.")
-    words = textwrap.fill(" ".join(notes), MAX_LETTERS)
+    words = wrapped(" ".join(notes))
     return "\n\n".join(filter(None, [f"## {title}", markdown(shown), words]))

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 LINES_EVERY_S = 30.0
 _quiet = ContextVar("quiet", default=False)
+_said: set[str] = set()
 
 
 @contextmanager
@@ -66,6 +67,8 @@ def bar(
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, above a bar, unless it is to be quiet."""
-    if not _quiet.get():
+    """Write a line to stderr, above a bar, unless it is to be quiet. The runs of a process, such as
+    a sweep's, say the same line once."""
+    if not _quiet.get() and line not in _said:
+        _said.add(line)
         tqdm.write(line, file=sys.stderr)
