@@ -9,6 +9,7 @@ import jinja2
 import pytest
 
 from harness.errors import UserError
+from harness.scoring import progress
 from harness.scoring.evaluation import KNOWN, UNKNOWN, run_tasks, run_turns
 from harness.scoring.question import QuestionFinder
 from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
@@ -113,7 +114,8 @@ def asked(tmp_path, loaded):
 
 @pytest.mark.parametrize("end", ["\nAnswer:", "\n\nAnswer:"])
 @pytest.mark.parametrize("chat", [False, True])
-def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked, capsys):
+def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_said", set())
     of, loaded = asked
     template = {"apply_chat_template": chat}
     config = of("{{story}}\n\nQuestion: {{question}}" + end, task=template, prefill="question")
@@ -131,6 +133,8 @@ def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked,
     assert samples[1]["question_text"].startswith("Where is the bag? Answer:")
     assert samples[1]["context_text"].endswith("Tom keeps a bag in the garden. Question:")
 
+    run_tasks(config, loaded)
+    assert said not in capsys.readouterr().err, "once in a sweep"
     turns = replace(config, kind="turns", experiment="turns", prefill="auto")
     outcome = run_turns(turns, loaded)
     assert outcome.metrics["toy_asked"]["num_contexts"] == 1
