@@ -121,12 +121,9 @@ def printed(rows: Sequence[TableRow], budget: float) -> str:
     closest on the shortest windows, one's own, and what the table says. "" without any."""
     from harness.results.summary import MAX_ROWS, SHARES, printed_sheet, wrapped  # loads pandas
 
-    compared = [row for row in first_board(rows) if not row["apart"]]
-    if not compared:
+    found = shortest(rows, budget)
+    if not found:
         return ""
-    budgets = {row["asked_budget"] for row in compared}
-    at_budget = where(compared, "asked_budget", budget if budget in budgets else min(budgets))
-    found = where(at_budget, "seq_len", min(row["seq_len"] for row in at_budget))
     own = [row for row in found if not row.get("shipped")]
     has_shipped = len(own) < len(found)
     closest = [row for row in found if row not in own][: max(0, MAX_ROWS - len(own))]
@@ -148,17 +145,36 @@ def printed(rows: Sequence[TableRow], budget: float) -> str:
     title = f"board, {_setting_words(found[0])}"
     sheet = sheet_of(title, marked, headings, notes=notes)
 
+    return f"{printed_sheet(sheet)}\n\n{wrapped(said_of(found))}"
+
+
+def shortest(rows: Sequence[TableRow], budget: float) -> list[TableRow]:
+    """The compared methods of the first board on its shortest windows, at a budget or else at the
+    smallest."""
+    compared = where(first_board(rows), "apart", "")
+    budgets = {row["asked_budget"] for row in compared}
+    if not budgets:
+        return []
+    at_budget = where(compared, "asked_budget", budget if budget in budgets else min(budgets))
+    return where(at_budget, "seq_len", min(row["seq_len"] for row in at_budget))
+
+
+def said_of(found: Sequence[TableRow]) -> str:
+    """What the compared methods of one board show, the closest first, in sentences."""
     near, ends = found[0], [row for row in found if row.get("ratio_low") is not None]
     closer = [row for row in ends if row["ratio_high"] < 1]
     farther = [row for row in ends if row["ratio_low"] > 1]
+    models = f"{near['num_models']} models" if near["num_models"] > 1 else near["model"]
     said = [
-        f"{near['label']} is closest to the full cache: KL {_ratio(near)} times the oracle's.",
-        f"Of {len(found)} methods {len(closer)} are certainly (95 %) closer than the oracle, "
-        f"{len(farther)} certainly farther.",
+        f"Of {len(found)} methods at a {_setting_words(near)} ({models}), {near['label']} is closest "
+        f"to the full cache: its KL is {_ratio(near)} times that of the oracle, which selects by the "
+        f"exact scores. {len(closer)} are certainly (95 %) closer than the oracle, {len(farther)} "
+        "certainly farther."
     ]
-    for row in own if has_shipped else ():
+    own = [row for row in found if not row.get("shipped")]
+    for row in own if len(own) < len(found) else ():
         said.append(f"{row['label']}: rank {_place(row)}, KL {_ratio(row)} times the oracle's.")
-    return f"{printed_sheet(sheet)}\n\n{wrapped(' '.join(said))}"
+    return " ".join(said)
 
 
 def first_board(rows: Sequence[TableRow]) -> list[TableRow]:

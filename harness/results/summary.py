@@ -356,6 +356,12 @@ def vertical(title: str, cells: Mapping[str, str]) -> str:
 # What the table says
 
 
+def said(rows: Sequence[TableRow]) -> str:
+    """What accuracy rows show in sentences, a paragraph for each table of theirs."""
+    whole = [row for row in rows if not columns.is_part(row)]
+    return "\n\n".join(filter(None, map(_said, figures_of(whole))))
+
+
 def _said(figure: Figure) -> str:
     """What the table shows: by KL, at one budget, in perplexity and in answers. "" where nothing
     is compared."""
