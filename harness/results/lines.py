@@ -5,15 +5,18 @@ Runs of a method on texts and on tasks share a line.
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from harness.results.columns import TableRow, grouped
 from harness.settings.kinds import KINDS
+from harness.settings.task_config import SamplingConfig, TaskConfig
 
 Key = tuple[str, str]
 """Task and metric of a column."""
 SIZES = {*KINDS["perplexity"].depends_on} ^ {*KINDS["tasks"].depends_on}
 """Settings of texts alone or of tasks alone, such as `num_windows`: no part of a method."""
+SIZES |= {field.name for group in (TaskConfig, SamplingConfig) for field in fields(group)}
 
 
 class Line(NamedTuple):
@@ -29,6 +32,11 @@ class Line(NamedTuple):
 def pairs_of_settings(settings: str | None) -> list[str]:
     """The settings of a row, `a=[1, 2], b=3`, as its parts."""
     return list(filter(None, re.split(r", (?=[\w.]+=)", settings or "")))
+
+
+def is_size(pair: str) -> bool:
+    """Whether a setting such as `num_windows=8` or `corpus.spread=True` is of `SIZES`."""
+    return re.split(r"[.=]", pair, maxsplit=1)[0] in SIZES
 
 
 def shared(of_rows: Iterable[Iterable[str]]) -> set[str]:
@@ -49,7 +57,7 @@ def lines_of(rows: Sequence[TableRow]) -> list[Line]:
     for row in rows:
         key, own = _key(row), []
         for pair in pairs_of_settings(row["settings"]):
-            if pair not in alike[key] or pair.partition("=")[0] not in SIZES:
+            if pair not in alike[key] or not is_size(pair):
                 own.append(pair)
         name = row["label"], row["method"], tuple(own)
         repeat = 0

@@ -179,7 +179,7 @@ def show_score(row: TableRow) -> str:
     text = show_value(row)
     if difference is None:
         stderr, contexts = row["stderr"], row.get(NUM_CONTEXTS.name) or FEWEST_CONTEXTS
-        if stderr is None or counted(row) or contexts < FEWEST_CONTEXTS:
+        if not stderr or counted(row) or contexts < FEWEST_CONTEXTS:
             return text
         decimals = len(text.partition(".")[2])
         return f"{text} ± {shown.factor * stderr:,.{decimals}f}"
@@ -188,6 +188,8 @@ def show_score(row: TableRow) -> str:
     if not change and not stderr:
         return f"{text}; the same"
     change_text = f"{change:+,.{decimals_of(change, ERROR_DIGITS)}f}"
+    if stderr == 0:
+        return f"{text}; {change_text} on each"
     if interval is None:
         parts = "windows" if row["metric"] in OF_WINDOWS else "contexts"
         why = f"{contexts:.0f} {parts}: no interval" if contexts else "no interval"

@@ -16,7 +16,7 @@ import pandas as pd
 from harness.errors import printable
 from harness.results import columns, metrics
 from harness.results.columns import TableRow, grouped, having
-from harness.results.lines import SIZES, Key, Line, lines_of, pairs_of_settings, shared
+from harness.results.lines import Key, Line, is_size, lines_of, pairs_of_settings, shared
 from harness.results.metrics import BUDGET, DEVICE_FRAC, MISSING, RESIDENT_FRAC, Metric, quantity
 from harness.results.samples import FULL
 from harness.results.sheet import (
@@ -106,7 +106,7 @@ def _methods(rows: Iterable[TableRow]) -> set[tuple[str, ...]]:
     found = set()
     for row in rows:
         pairs = pairs_of_settings(row["settings"])
-        found.add((row["label"], *(pair for pair in pairs if pair.partition("=")[0] not in SIZES)))
+        found.add((row["label"], *(pair for pair in pairs if not is_size(pair))))
     return found
 
 

@@ -137,6 +137,8 @@ def test_a_difference_of_three_errors_counts_with_many_windows_alone(num_windows
         ({"metric": "acc", "value": 0.3, "stderr": 0.1, "num_samples": 3}, "30.0 ± 10.0"),  # right in part
         ({"metric": "acc", "value": 0.5, "difference": 0.0, "difference_stderr": 0.0, "num_contexts": 8},
          "50.0; the same"),
+        ({"metric": "1024", "value": 0.0, "difference": -1.0, "difference_stderr": 0.0}, "0.0; -100 on each"),
+        ({"metric": "top1_agreement", "value": 1.0, "stderr": 0.0}, "100.0"),
     ],
 )  # fmt: skip
 def test_a_score_in_words(change, cell):

@@ -9,7 +9,6 @@ import jinja2
 import pytest
 
 from harness.errors import UserError
-from harness.scoring import progress
 from harness.scoring.evaluation import KNOWN, UNKNOWN, run_tasks, run_turns
 from harness.scoring.question import QuestionFinder
 from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
@@ -114,8 +113,7 @@ def asked(tmp_path, loaded):
 
 @pytest.mark.parametrize("end", ["\nAnswer:", "\n\nAnswer:"])
 @pytest.mark.parametrize("chat", [False, True])
-def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "_said", set())
+def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked, capsys):
     of, loaded = asked
     template = {"apply_chat_template": chat}
     config = of("{{story}}\n\nQuestion: {{question}}" + end, task=template, prefill="question")
