@@ -456,18 +456,34 @@ def _certain(rows: Mapping[str, TableRow], key: Key) -> str:
 
 
 def printed_sheet(sheet: Sheet) -> str:
-    """A sheet with at most `MAX_ROWS` lines of `MAX_LETTERS`, and what it leaves out; one line
-    alone from top to bottom."""
+    """A sheet with at most `MAX_ROWS` lines of `MAX_LETTERS`, and what it leaves out. A number that
+    all lines share stands in the title; one line alone is printed from top to bottom."""
     title = printable(sheet.title)
     if len(sheet.lines) == 1:
         return vertical(title, dict(zip(sheet.header, sheet.lines[0], strict=True)))
     lines = [list(map(printable, line)) for line in sheet.lines]
     frame = pd.DataFrame(lines, columns=list(map(printable, sheet.header)))
-    shown, left_out = fitted(frame.head(MAX_ROWS))
+    alike = [name for name in frame.columns[1:] if frame[name].nunique() == 1]
+    parts = [title, *(f"{name} {frame[name].iloc[0]}" for name in alike)]
+    shown, left_out = fitted(frame.drop(columns=alike).head(MAX_ROWS))
     notes = list(sheet.notes)
     if len(frame) > MAX_ROWS:
         notes.append(f"{MAX_ROWS} of {len(frame)} lines.")
     if left_out:
         notes.append(f"Not shown: {', '.join(left_out)}.")
-    words = wrapped(" ".join(notes))
-    return "\n\n".join(filter(None, [f"## {title}", markdown(shown), words]))
+    texts = [f"## {', '.join(parts)}", markdown(shown), wrapped(" ".join(notes)), _fastest(frame)]
+    return "\n\n".join(filter(None, texts))
+
+
+def _fastest(frame: pd.DataFrame) -> str:
+    """The shortest and the longest decode step of a table of timed runs."""
+    heading = metrics.TPOT.heading
+    timed = frame[frame.get(heading, pd.Series(MISSING, frame.index)) != MISSING]
+    if len(timed) < 2:
+        return ""
+    in_order = timed.loc[timed[heading].astype(float).sort_values().index]
+    near, far = in_order.iloc[0], in_order.iloc[-1]
+    return (
+        f"A decode step is shortest with {near.iloc[0]} ({near[heading]} ms) and longest with "
+        f"{far.iloc[0]} ({far[heading]} ms)."
+    )

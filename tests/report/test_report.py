@@ -251,7 +251,7 @@ def test_tables_alone_and_tables_of_the_user_are_reported(tmp_path):
     shutil.rmtree(tmp_path / "runs")
     page = Page(report.write_report(tmp_path).read_text())
     assert not page.all("src") and page.all("id") == [
-        "page-overview", "words", "contents", "page-accuracy", "fig11", "page-further-runs", "mine", "page-runs",
+        "page-overview", "contents", "words", "page-accuracy", "fig11", "page-further-runs", "mine", "page-runs",
         "environment", "missing",
     ]  # fmt: skip
     assert "there are no records" in page.text("environment") and not page.packed
@@ -305,7 +305,29 @@ def test_another_models_results_within_the_folder_stand_beside(results, tmp_path
         (inner / "figures" / "fig11.svg").write_text(SVG)
     (tmp_path / "findings.yaml").write_text((results / "findings.yaml").read_text())
     page = Page(report.write_report(tmp_path).read_text())
-    assert "In second" in page.text("fig11") and len(page.all("src")) == 2
+    assert "In second: the model or machine second" in page.text("fig11") and len(page.all("src")) == 3
     assert "without numbers: none." in page.text("missing")
     alone = report.write_report(tmp_path / "second").read_text()
     assert ">second</" in alone and ">first</" not in alone and "reads less" not in alone
+
+
+def test_the_report_opens_with_ones_own_result_and_its_figure(results):
+    text = (results / "report.html").read_text()
+    opening = text[text.index('id="page-overview"') : text.index('id="contents"')]
+    assert opening.count("data:image/svg+xml") == 1 and 'href="#fig11"' in opening
+    assert "Answers: " not in opening, "nothing is compared without the answers of the full cache"
+    assert text.index('id="contents"') < text.index('id="words"'), "what words mean stands below"
+    assert re.search(r'<img src="[^"]*" style="width:\d+px"', opening), "as wide as its letters are large"
+
+
+def test_the_report_of_boards_opens_with_the_figure_of_budgets_and_says_what_a_folder_is_of(tmp_path):
+    rows = [place("A", shipped="yes"), place("B", shipped="yes", ratio_low=1.5, ratio=2.0, ratio_high=3.0)]
+    for folder in (tmp_path, tmp_path / "confirm"):
+        write(folder, "board-methods", rows)
+        (folder / "figures").mkdir()
+        (folder / "figures" / "budget.svg").write_text(SVG)
+    text = report.write_report(tmp_path).read_text()
+    opening = text[text.index('id="page-overview"') : text.index('id="contents"')]
+    assert "Of 2 methods at a budget 16 %" in opening and "certainly farther" in opening
+    assert 'href="#budget"' in opening
+    assert "on which no setting was chosen" in Page(text).text("beside")

@@ -3,6 +3,7 @@
 import copy
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -404,7 +405,8 @@ def test_a_terminal_has_a_line_per_method_and_settings_with_its_texts_and_tasks(
     ]  # fmt: skip
     again = copy.deepcopy(chosen[0]) | {"run_id": "0", "settings_id": "0"}
     again["metrics"]["passkey"]["acc"] = 0.5
-    assert [line["passkey"] for line in lines_of(tables.summary([chosen[0], again]))] == ["75.0", "50.0"], "each run"
+    both = lines_of(tables.summary([chosen[0], again]))
+    assert sorted(line["passkey"] for line in both) == ["50.0", "75.0"], "each run"
     lengths = tables.summary([save_text(tmp_path, "method=h2o", f"seq_len={length}") for length in (512, 2048)])
     assert [line["method"] for line in lines_of(lengths)] == ["H2O, seq_len=512", "H2O, seq_len=2048"]
 
@@ -434,7 +436,7 @@ def test_a_terminal_shows_whatever_lm_eval_measured_and_says_what_does_not_fit(t
             for name in ("h2o", "streaming")]  # fmt: skip
     text = tables.summary(wide)
     assert all(len(line) <= MAX_LETTERS for line in text.splitlines() if not line.startswith("##"))
-    shown, left_out = lines_of(text)[0].keys(), text.partition("Not shown: ")[2].replace(",", " ").replace(".", " ").split()
+    shown, left_out = lines_of(text)[0].keys(), re.findall(r"task_\d+", text.partition("Not shown: ")[2])
     assert len(shown) > 5 and [name for name in many if (name in shown) == (name in left_out)] == []
 
 
@@ -442,7 +444,8 @@ def test_of_many_runs_the_closest_to_the_full_cache_are_shown(tmp_path):
     runs = []
     for number in range(MAX_ROWS + 5):
         metrics = TEXT_METRICS | shares(0.2) | {"kl_nats": 1 / (number + 1)}
-        runs.append(save(tmp_path, ["method=h2o", f"label=M{number}", f"num_windows={number + 1}"], {"offline": metrics}))
+        settings = ["method=h2o", f"label=M{number}", f"num_windows={number + 1}"]
+        runs.append(save(tmp_path, settings, {"offline": metrics}))
     text = tables.summary(runs)
     names = [line["method"] for line in lines_of(text)]
     assert names == [f"M{number}" for number in range(MAX_ROWS + 4, 4, -1)]
