@@ -132,19 +132,22 @@ def _full_cache(lines: Sequence[Line]) -> list[Line]:
 
 def names_of(lines: Sequence[Line]) -> list[str]:
     """The label of each line, with the settings that tell it from others of that label. The asked
-    budget stands among them where the one that was read does not tell them apart."""
+    budget stands among them where the one that was read does not tell them apart. Two runs with
+    the same settings are told apart by a prime."""
     known = {}
     for label, alike in grouped(lines, lambda line: line.label).items():
         known[label] = shared(line.settings for line in alike)
     whole, brief = [], []
     for line in lines:
         own = [pair for pair in line.settings if pair not in known[line.label]]
-        whole.append(", ".join([line.label, *own]))
         short = [pair for pair in own if not pair.startswith("budget=")]
+        whole.append(", ".join([line.label, *own]))
         brief.append((", ".join([line.label, *short]), _share(line, BUDGET)))
-    names = []
-    for name, (short_name, budget) in zip(whole, brief, strict=True):
-        names.append(printable(short_name if brief.count((short_name, budget)) == 1 else name))
+    names: list[str] = []
+    for name, short_name in zip(whole, brief, strict=True):
+        chosen = short_name[0] if brief.count(short_name) == 1 else name
+        again = names.count(printable(chosen)) if whole.count(name) > 1 else 0
+        names.append(printable(chosen) + again * "'")
     return names
 
 
@@ -179,10 +182,7 @@ def _title(figure: Figure) -> str:
     parts = []
     for task, of_task in grouped(columns_of(figure.lines), lambda key: key[0]).items():
         rows = [row for _, row in figure.rows(of_task[0])]
-        samples = " or ".join(
-            f"{n:,.0f}" for n in sorted({row["num_samples"] or 0 for row in rows})
-        )
-        lengths = " or ".join(f"{n:,.0f}" for n in sorted({row["seq_len"] or 0 for row in rows}))
+        samples, lengths = _each(rows, "num_samples"), _each(rows, "seq_len")
         if of_task[0][1] in OF_WINDOWS:
             parts.append(f"{task}: {samples} windows of {lengths} tokens")
         else:
