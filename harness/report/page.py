@@ -103,7 +103,7 @@ def _render(folder: Path) -> str:
         explorer=explored,
         explorer_page=sections[BOARD].entry.page if boards else None,
         lead=_lead(sections),
-        beside={name: _meaning(name) for name in filter(None, folders)},
+        beside={name: NOTES["beside"].get(name, "") for name in filter(None, folders)},
         sources=SOURCES,
         glossary=NOTES["glossary"],
         script=scripts[0],
@@ -142,11 +142,6 @@ def _lead(sections: Mapping[str, Section]) -> Lead | None:
             said = summary.said([row for row in part.rows if not row.get("shipped")])
         return Lead(section, said)
     return None
-
-
-def _meaning(folder: str) -> str:
-    """What the results of a folder within are of."""
-    return NOTES["beside"].get(folder, f"the model or machine {folder}")
 
 
 def _missing(

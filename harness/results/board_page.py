@@ -166,10 +166,10 @@ def said_of(found: Sequence[TableRow]) -> str:
     farther = [row for row in ends if row["ratio_low"] > 1]
     models = f"{near['num_models']} models" if near["num_models"] > 1 else near["model"]
     said = [
-        f"Of {len(found)} methods at a {_setting_words(near)} ({models}), {near['label']} is "
-        f"closest to the full cache: its KL is {_ratio(near)} times that of the oracle, which "
-        f"selects by the exact scores. {len(closer)} are certainly (95 %) closer than the oracle, "
-        f"{len(farther)} certainly farther."
+        f"Of {len(found)} methods ({_setting_words(near)}, {models}) {near['label']} is closest to "
+        f"the full cache: its KL is {_ratio(near)} times that of the oracle, which selects by the "
+        f"exact scores. {len(closer)} are certainly (95 %) closer than the oracle, {len(farther)} "
+        "certainly farther."
     ]
     own = [row for row in found if not row.get("shipped")]
     for row in own if len(own) < len(found) else ():

@@ -305,7 +305,7 @@ def test_another_models_results_within_the_folder_stand_beside(results, tmp_path
         (inner / "figures" / "fig11.svg").write_text(SVG)
     (tmp_path / "findings.yaml").write_text((results / "findings.yaml").read_text())
     page = Page(report.write_report(tmp_path).read_text())
-    assert "In second: the model or machine second" in page.text("fig11") and len(page.all("src")) == 3
+    assert "In second" in page.text("fig11") and len(page.all("src")) == 3
     assert "without numbers: none." in page.text("missing")
     alone = report.write_report(tmp_path / "second").read_text()
     assert ">second</" in alone and ">first</" not in alone and "reads less" not in alone
@@ -328,6 +328,7 @@ def test_the_report_of_boards_opens_with_the_figure_of_budgets_and_says_what_a_f
         (folder / "figures" / "budget.svg").write_text(SVG)
     text = report.write_report(tmp_path).read_text()
     opening = text[text.index('id="page-overview"') : text.index('id="contents"')]
-    assert "Of 2 methods at a budget 16 %" in opening and "certainly farther" in opening
+    assert "Of 2 methods (budget 16 %, windows of 1,024 tokens, tiny) A is closest" in opening
+    assert "1 certainly farther" in opening
     assert 'href="#budget"' in opening
     assert "on which no setting was chosen" in Page(text).text("beside")
