@@ -307,7 +307,8 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def _widths(frame: pd.DataFrame) -> list[int]:
-    return [max(map(len, [str(name), *frame[name]])) for name in frame]
+    rows = [list(frame), *frame.to_numpy().tolist()]
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 def width_of(frame: pd.DataFrame) -> int:
@@ -365,7 +366,7 @@ def said(rows: Sequence[TableRow]) -> str:
 def _said(figure: Figure) -> str:
     """What the table shows: by KL, at one budget, in perplexity and in answers. "" where nothing
     is compared."""
-    sentences = []
+    sentences: list[str] = []
     keys = columns_of(figure.lines)
     for key in keys:
         rows = {name: row for name, row in figure.rows(key) if not _is_full_row(row)}
