@@ -413,7 +413,8 @@ def _at_one_budget(rows: Mapping[str, TableRow]) -> str:
     chosen = {name: rows[name] for name in max(groups, key=len)}
     if len(chosen) < 2:
         read = show_range(BUDGET, [row["budget"] for row in rows.values()], " to ")
-        return f"They read {read} % of the cache; budget=0.2 has all of them read the same."
+        at_one = "budget=0.2 compares at one budget what can have it"
+        return f"They read different shares, {read} % of the cache; {at_one}."
     read = show_range(BUDGET, [row["budget"] for row in chosen.values()], " to ")
     listed = " / ".join(f"{row['label']} {_kl(row)}" for row in chosen.values())
     return f"At about the same budget ({read} %): {listed} nats."

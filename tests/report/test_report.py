@@ -329,6 +329,6 @@ def test_the_report_of_boards_opens_with_the_figure_of_budgets_and_says_what_a_f
     text = report.write_report(tmp_path).read_text()
     opening = text[text.index('id="page-overview"') : text.index('id="contents"')]
     assert "Of 2 methods (budget 16 %, windows of 1,024 tokens, tiny) A is closest" in opening
-    assert "1 certainly farther" in opening
+    assert "2 certainly farther" in opening
     assert 'href="#budget"' in opening
     assert "on which no setting was chosen" in Page(text).text("beside")
