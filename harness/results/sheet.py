@@ -191,8 +191,9 @@ def show_score(row: TableRow) -> str:
     if stderr == 0:
         return f"{text}; {change_text} on each"
     if interval is None:
-        parts = "windows" if row["metric"] in OF_WINDOWS else "contexts"
-        why = f"{contexts:.0f} {parts}: no interval" if contexts else "no interval"
+        part = "window" if row["metric"] in OF_WINDOWS else "context"
+        plural = "s" * (contexts != 1)
+        why = f"{contexts:.0f} {part}{plural}: no interval" if contexts else "no interval"
         return f"{text}; {change_text} ({why})"
     return f"{text}; {change_text} (95 %: {interval.show()})"
 

@@ -184,9 +184,9 @@ def _title(figure: Figure) -> str:
         rows = [row for _, row in figure.rows(of_task[0])]
         samples, lengths = _each(rows, "num_samples"), _each(rows, "seq_len")
         if of_task[0][1] in OF_WINDOWS:
-            parts.append(f"{task}: {samples} windows of {lengths} tokens")
+            parts.append(f"{task}: {samples} window{'s' * (samples != '1')} of {lengths} tokens")
         else:
-            parts.append(f"{task}: {samples} questions")
+            parts.append(f"{task}: {samples} question{'s' * (samples != '1')}")
     return printable(f"{figure.name}, {figure.model} ({'; '.join(parts)})")
 
 

@@ -109,6 +109,7 @@ def test_the_critical_value_has_one_degree_of_freedom_less_than_contexts():
 @pytest.mark.parametrize(
     ("num_windows", "cell"),
     [
+        (1, "10.00; +0.30 (1 window: no interval)"),
         (2, "10.00; +0.30 (2 windows: no interval)"),
         (3, "10.00; +0.30 (95 %: -0.13 to +0.73)"),
         (8, "10.00; +0.30 (95 %: +0.06 to +0.54)"),
