@@ -123,11 +123,14 @@ def _full_cache(lines: Sequence[Line]) -> list[Line]:
     for key in columns_of(lines):
         rows = having((line.rows[key] for line in lines if key in line.rows), "difference")
         values = [row["value"] - row["difference"] for row in rows]
+        if key[1] == KL:  # of the full cache to itself
+            rows, values = [line.rows[key] for line in lines if key in line.rows], [0.0]
         if rows and math.isclose(min(values), max(values), rel_tol=1e-9):
             full = {"value": values[0], "stderr": None, "difference": None, "settings": ""}
             shares = {"budget": 1.0, "device_frac": 1.0, "resident_frac": 0.0}
             found[key] = rows[0] | full | shares
-    return [Line("Full cache", FULL, (), found)] if found else []
+    has_compared = any(metric != KL for _, metric in found)
+    return [Line("Full cache", FULL, (), found)] if has_compared else []
 
 
 def names_of(lines: Sequence[Line]) -> list[str]:
@@ -169,11 +172,12 @@ def columns_of(lines: Sequence[Line]) -> list[Key]:
 def printed(rows: Sequence[TableRow]) -> str:
     """Accuracy rows as tables with their sentences; chunks of texts are left to the CSV."""
     texts = []
+    explained: set[str] = set()
     for figure in figures_of([row for row in rows if not columns.is_part(row)]):
         if len(figure.lines) == 1:
             texts.append(_vertical(figure))
         else:
-            parts = [f"## {_title(figure)}", _table(figure), _said(figure)]
+            parts = [f"## {_title(figure)}", _table(figure, explained), _said(figure)]
             texts.append("\n\n".join(filter(None, parts)))
     return "\n\n".join(texts)
 
@@ -195,8 +199,11 @@ def _each(rows: Iterable[TableRow], name: str) -> str:
     return " or ".join(f"{value:,.0f}" for value in sorted({row.get(name) or 0 for row in rows}))
 
 
-def _table(figure: Figure) -> str:
-    """The table with intervals, or with marks where these are too wide, and what it leaves out."""
+def _table(figure: Figure, explained: set[str]) -> str:
+    """The table with intervals, or with marks where these are too wide, and what it leaves out.
+
+    explained: what the tables above have said; added to.
+    """
     chosen, keys = _closest(figure), columns_of(figure.lines)
     frame = _frame(figure, has_intervals=True).iloc[chosen]
     has_intervals = width_of(frame) <= MAX_LETTERS
@@ -212,6 +219,8 @@ def _table(figure: Figure) -> str:
         notes.append(OF_KL)
     if any(map(interval_of, rows)):
         notes.append(INTERVALS if has_intervals else MARKS)
+    notes = [words for words in notes if words not in explained]
+    explained.update(notes)
     few = {row.get("num_contexts") or FEWEST_CONTEXTS for row in rows}
     if min(few) < FEWEST_CONTEXTS:
         notes.append(f"{min(few):.0f} windows or contexts: no interval.")
@@ -219,7 +228,7 @@ def _table(figure: Figure) -> str:
         notes.append(f"{len(chosen)} of {len(figure.lines)} lines, the closest to the full cache.")
     if left_out:
         notes.append(f"Not shown: {', '.join(left_out)}.")
-    return f"{markdown(frame)}\n\n{wrapped(' '.join(notes))}"
+    return "\n\n".join(filter(None, [markdown(frame), wrapped(" ".join(notes))]))
 
 
 def _is_answer(key: Key) -> bool:
@@ -299,15 +308,16 @@ def markdown(frame: pd.DataFrame) -> str:
     """A frame of words as a table of Markdown, the first column aligned left."""
     widths = _widths(frame)
     rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+    rows: list[list[str]] = [list(frame), rule, *frame.to_numpy().tolist()]
     lines = []
-    for cells in (list(frame), rule, *frame.to_numpy().tolist()):
+    for cells in rows:
         padded = [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]
         lines.append(f"| {' | '.join(padded)} |")
     return "\n".join(lines)
 
 
 def _widths(frame: pd.DataFrame) -> list[int]:
-    rows = [list(frame), *frame.to_numpy().tolist()]
+    rows: list[list[str]] = [list(frame), *frame.to_numpy().tolist()]
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 

@@ -440,6 +440,24 @@ def test_a_terminal_shows_whatever_lm_eval_measured_and_says_what_does_not_fit(t
     assert len(shown) > 5 and [name for name in many if (name in shown) == (name in left_out)] == []
 
 
+def test_the_full_cache_has_a_line_where_runs_were_compared_with_it(tmp_path):
+    pairs = [{"nll": 2.5, "nll_full": 2.0}, {"nll": 3.0, "nll_full": 2.2}, {"nll": 2.0, "nll_full": 1.8}]
+    metrics = {"offline": TEXT_METRICS | shares(0.2) | {"perplexity": float(np.exp(2.5))}}
+    runs = []
+    for alpha in (4, 5):
+        settings = ["method=infinigen", f"method.alpha={alpha}"]
+        runs.append(save(tmp_path, settings, metrics, samples={"windows": pairs}))
+    text = tables.summary(runs)
+    full, *others = lines_of(text)
+    of_full = {"method": "Full cache", "budget": "100.0", "KL (nats)": "0", "perplexity": "7.389"}
+    assert of_full.items() <= full.items()
+    # 4.303 standard errors of 2.663 around 4.793: the delta method's on exp(2.5) nll - exp(2) nll_full
+    assert [line["perplexity"] for line in others] == ["12.18 (-7 to +16)"] * 2
+    said = " ".join(text.split())
+    assert "Perplexity: the full cache has 7.389; not told apart: InfiniGen, alpha=4.0 / InfiniGen, alpha=5.0." in said
+    assert lines_of(tables.summary([run | {"samples": {}} for run in runs]))[0]["method"] == "InfiniGen, alpha=4.0"
+
+
 def test_of_many_runs_the_closest_to_the_full_cache_are_shown(tmp_path):
     runs = []
     for number in range(MAX_ROWS + 5):
