@@ -126,7 +126,7 @@ def _full_cache(lines: Sequence[Line]) -> list[Line]:
         if key[1] == KL:  # of the full cache to itself
             rows, values = [line.rows[key] for line in lines if key in line.rows], [0.0]
         if rows and math.isclose(min(values), max(values), rel_tol=1e-9):
-            full = {"value": values[0], "stderr": None, "difference": None, "settings": ""}
+            full = {"method": FULL, "value": values[0], "stderr": None, "difference": None}
             shares = {"budget": 1.0, "device_frac": 1.0, "resident_frac": 0.0}
             found[key] = rows[0] | full | shares
     has_compared = any(metric != KL for _, metric in found)
@@ -308,7 +308,7 @@ def markdown(frame: pd.DataFrame) -> str:
     """A frame of words as a table of Markdown, the first column aligned left."""
     widths = _widths(frame)
     rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
-    rows: list[list[str]] = [list(frame), rule, *frame.to_numpy().tolist()]
+    rows: list[list[str]] = [list(map(str, frame)), rule, *frame.to_numpy().tolist()]
     lines = []
     for cells in rows:
         padded = [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]
@@ -317,7 +317,7 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def _widths(frame: pd.DataFrame) -> list[int]:
-    rows: list[list[str]] = [list(frame), *frame.to_numpy().tolist()]
+    rows: list[list[str]] = [list(map(str, frame)), *frame.to_numpy().tolist()]
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
