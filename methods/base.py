@@ -154,12 +154,9 @@ class Method:
         and codecs come on top. The harness looks for the number, by `tokens_read` where it says the
         budget, else by measuring it.
         """
-        no_budget = (
-            f"method {type(self).__name__} has no budget to set: it reads the same share always"
-        )
         raise ValueError(
-            f"{no_budget}; budget=nearest:{frac:g} runs it as it is, and with_budget gives it one "
-            "(CONTRIBUTING.md)"
+            "it has no budget to set, as it reads the same share always; in a method of your own "
+            "with_budget gives it one (CONTRIBUTING.md)"
         )
 
     def min_budget(self, counts: TokenCounts) -> float:

@@ -25,6 +25,15 @@ def starting_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def framing_tokenizer() -> PreTrainedTokenizerFast:
+    """As `starting_tokenizer`, and every text ends with `</s>`, as `add_eos_token` asks for."""
+    tokenizer = byte_tokenizer()
+    ends = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    frame = processors.TemplateProcessing(single="<s> $A </s>", pair=None, special_tokens=ends)
+    tokenizer.backend_tokenizer.post_processor = frame
+    return tokenizer
+
+
 class ByteTokenizer:
     """A token a byte; it knows no special tokens."""
 

@@ -15,8 +15,7 @@ command line: 0.16 or "16%", which is refused where method and lengths do not al
 from __future__ import annotations
 
 import logging
-import os
-import re
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +36,7 @@ from harness.results.table_rows import with_rows
 from harness.run.cli import OF_HYDRA, in_words
 from harness.run.compose import load as load_settings
 from harness.run.compose import override
+from harness.run.hints import source_of_model
 from harness.run.runner import Run, report, require_devices, users_faults
 from harness.run.runner import run as start
 from harness.scoring.progress import bar, quietly
@@ -85,12 +85,9 @@ def load(
 
 def _source(model: str) -> dict[str, str]:
     """The setting that chooses a model by a plain string."""
-    if model in options("model"):
-        return {"model": model}
-    if os.path.exists(os.path.expanduser(model)):  # False, too, where no file can have such a name
-        return {"model.path": model}
-    if len(model) <= MAX_HUB_ID and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model, re.ASCII):
-        return {"model.hub_id": model}
+    source = source_of_model(model)
+    if source is not None:
+        return dict([source])
     near = nearest(model, options("model"))
     raise UserError(
         f"model={printable(model)}: no folder, no id of the hub (organisation/name); {near}"
@@ -153,8 +150,6 @@ def _texts(questions: object) -> list[str]:
 
 
 _EXAMPLES = {"methods": "full", "tasks": "kv_recall"}
-MAX_HUB_ID = 96
-"""Letters of an id that the hub allows."""
 
 
 class Model:
@@ -255,12 +250,12 @@ class Model:
             quiet: show no progress bar.
 
         Returns:
-            A frame with a line for each question: question, answer, num_tokens (of the answer),
-            budget (share of the full cache that a decode step read, as measured; NaN without a
-            step), ttft_s (seconds of the question's rows, to the first token of the answer),
-            decode_s (seconds of the other tokens) and kv_bytes (of cache, method and buffers, on
-            the device and in host memory). `frame.attrs["context_s"]`: seconds of the context's
-            pass.
+            A frame with a line for each question: method, asked_budget (NaN where none was asked
+            for), question, answer, num_tokens (of the answer), budget (share of the full cache that
+            a decode step read, as measured; NaN without a step), ttft_s (seconds of the question's
+            rows, to the first token of the answer), decode_s (seconds of the other tokens) and
+            kv_bytes (of cache, method and buffers, on the device and in host memory).
+            `frame.attrs["context_s"]`: seconds of the context's pass.
 
         Raises:
             UserError: a setting is wrong, a text has no tokens, or the model takes fewer tokens.
@@ -285,6 +280,8 @@ class Model:
                 )
         answered = pd.DataFrame(answers)
         answered.insert(0, "question", questions)
+        answered.insert(0, "asked_budget", config.budget or math.nan)
+        answered.insert(0, "method", config.method_name)
         answered.attrs["context_s"] = context_s
         return answered
 
@@ -369,13 +366,13 @@ class Model:
 def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Records of accuracy as a frame with a line for each.
 
-    Columns, named as in the tables: label, settings, budget (the share of the full cache that was
-    read), device_frac and resident_frac (the shares that were read and that stay on the device),
-    unmet_budget (the budget that was asked for, where the one that was read differs by more than a
-    tenth), and of each metric its value (`kl_nats`), its standard error (`kl_nats_stderr`), and
-    its difference to the full cache's run on the same questions or windows (`acc_difference`,
-    `acc_difference_stderr`). With more than one task a metric's name follows the task's:
-    `kv_recall_acc`.
+    Columns, named as in the tables: label, method, settings, asked_budget (NaN where none was asked
+    for), budget (the share of the full cache that was read), device_frac and resident_frac (the
+    shares that were read and that stay on the device), unmet_budget (asked_budget, where budget
+    differs by more than a tenth), and of each metric its value (`kl_nats`), its standard error
+    (`kl_nats_stderr`), and its difference to the full cache's run on the same questions or windows
+    (`acc_difference`, `acc_difference_stderr`). With more than one task a metric's name follows the
+    task's: `kv_recall_acc`.
     """
     folders = dict.fromkeys(record["config"]["results_dir"] for record in records)
     lines = []
@@ -384,7 +381,9 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         several = len({row["task"] for row in whole}) > 1
         line = {
             "label": record["config"]["label"],
+            "method": record["config"]["method_name"],
             "settings": rows[0]["settings"],
+            "asked_budget": record["config"]["budget"] or math.nan,
             "budget": rows[0]["budget"],
             "device_frac": rows[0]["device_frac"],
             "resident_frac": rows[0]["resident_frac"],

@@ -22,8 +22,6 @@ seconds.
 
 from __future__ import annotations
 
-import codecs
-import json
 import logging
 import os
 import re
@@ -34,6 +32,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from harness.data.row_files import read_csv, read_json
 from harness.errors import UserError, reason, refused
 from harness.model.source import refusal
 from harness.settings.config import RunConfig
@@ -47,17 +46,6 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 LOADERS = ("arrow", "csv", "json", "parquet", "text")
 """What `dataset_path` says of a data set that is made of `data_files`."""
 ROLES = ("test_split", "validation_split", "training_split", "fewshot_split")
-KINDS = {
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    dict: "an object",
-}
-"""Types of JSON values but null, in words."""
-MAX_FIELDS = 1000
-"""Fields of a file's rows: with 100,000 a data set takes minutes."""
 TIMEOUT_S = 5.0
 """An unreachable hub is given up after this; `datasets` itself would retry for half a minute."""
 
@@ -187,13 +175,24 @@ def _named_source(task: str, config: Mapping[str, Any]) -> Source:
     logging.getLogger("datasets").setLevel(
         logging.CRITICAL
     )  # its log of a bad file is in the error
+    given = (config["dataset_path"], config.get("dataset_name"))
     with no_network(), refused(f"tasks={task}: the files that its YAML names cannot be read"):
-        rows = datasets.load_dataset(
-            config["dataset_path"], config.get("dataset_name"), **hub_options(config)
-        )
+        builder = datasets.load_dataset_builder(*given, **hub_options(config))
+        of_splits = {
+            str(split): [Path(path) for path in paths]
+            for split, paths in builder.config.data_files.items()
+        }
+        if builder.name == "json":
+            about = (template_fields(config), builder.config.field)
+            rows = {split: read_json(paths, *about) for split, paths in of_splits.items()}
+        elif builder.name == "csv":
+            options = builder.config.pd_read_csv_kwargs
+            rows = {split: read_csv(paths, options) for split, paths in of_splits.items()}
+        else:
+            rows = datasets.load_dataset(*given, **hub_options(config))
     lines = {
         split: paths
-        for split, paths in files.items()
+        for split, paths in of_splits.items()
         if [path.suffix for path in paths] == [".jsonl"]
     }
     return Source(f"task {task}", rows, lines)
@@ -203,12 +202,7 @@ def _read(split: str, paths: Sequence[Path], fields: Sequence[str]) -> Dataset:
     import datasets
 
     if paths[0].suffix != ".parquet":
-        rows = read_rows(paths[0], fields)
-        names = dict.fromkeys(name for row in rows for name in row)
-        with refused(f"{paths[0]}: cannot be read"):
-            return datasets.Dataset.from_dict(
-                {name: [row.get(name) for row in rows] for name in names}
-            )
+        return read_json(paths, fields)
     logging.getLogger("datasets").setLevel(
         logging.CRITICAL
     )  # its log of a bad file is in the error
@@ -263,54 +257,6 @@ def _folders(task: str, config: Mapping[str, Any]) -> Iterator[str]:
     if part not in ONLY_PART:
         yield str(part)
     yield task
-
-
-def read_rows(path: Path, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines.
-
-    Raises:
-        UserError: the file is missing, empty, or a line (named by number) is no JSON object with
-            all of `fields`, has too many fields, or holds something else in a field than the lines
-            before it.
-    """
-    try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if not lines[-1]:
-        lines.pop()  # the end of the last line
-    if not lines:
-        raise UserError(f"{path}: the file is empty")
-    rows = []
-    kinds: dict[str, tuple[str, int]] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: not JSON, {error}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: expected an object")
-        for field in fields:
-            if row.get(field) is None:
-                raise UserError(f"{path}, line {number}: field {field!r} is missing")
-        for field, kind in (
-            (field, KINDS[type(value)]) for field, value in row.items() if value is not None
-        ):
-            first, at = kinds.setdefault(field, (kind, number))
-            if kind != first:
-                raise UserError(
-                    f"{path}, line {number}: field {field!r} holds {kind}, but {first} in line {at}"
-                )
-        if len(kinds) > MAX_FIELDS:
-            raise UserError(
-                f"{path}, line {number}: {len(kinds):,} fields; allowed: up to {MAX_FIELDS:,}"
-            )
-        rows.append(row)
-    return rows
-
-
-def _refuse_constant(word: str) -> None:
-    raise ValueError(f"which has no {word}")
 
 
 def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:

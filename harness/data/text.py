@@ -148,22 +148,22 @@ def token_ids(text: str, tokenizer: Any) -> list[int]:
 
 
 def prompt_ids(text: str, tokenizer: Any) -> list[int]:
-    """Ids of a whole prompt, with the special tokens that the tokenizer adds. A start token that
-    the text itself begins with is not added again. UserError without a tokenizer (None)."""
-    require_tokenizer(tokenizer)
+    """Ids of a whole prompt, behind the tokenizer's start. A start token that the text itself
+    begins with is not added again. Raises UserError as `start_ids`."""
     start_token: str = getattr(tokenizer, "bos_token", None) or ""
     is_started = start_token != "" and text.startswith(start_token)
-    return list(tokenizer(text, add_special_tokens=not is_started, verbose=False)["input_ids"])
+    return [*([] if is_started else start_ids(tokenizer)), *token_ids(text, tokenizer)]
 
 
 def start_ids(tokenizer: Any) -> list[int]:
     """Ids that the tokenizer puts before every text: one for Llama or Gemma, none for Qwen2.5 or
-    SmolLM2.
+    SmolLM2. What it puts behind a text is left out everywhere: behind an end token no text goes on.
 
     Raises UserError without a tokenizer (None), and for one whose special tokens do not stand
     around the text.
     """
-    whole, plain = prompt_ids(PROBE, tokenizer), token_ids(PROBE, tokenizer)
+    plain = token_ids(PROBE, tokenizer)
+    whole = list(tokenizer(PROBE, add_special_tokens=True, verbose=False)["input_ids"])
     for first in range(len(whole) - len(plain) + 1):
         if whole[first : first + len(plain)] == plain:
             return whole[:first]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from shutil import disk_usage
-from tempfile import NamedTemporaryFile, gettempdir
+from tempfile import TemporaryFile, gettempdir
 from typing import IO, NamedTuple
 
 import torch
@@ -180,8 +181,8 @@ class _KeptPrompt:
 def _run_into_file(ids: Tensor, real: Tensor, run: RunPrompt, *, has_inputs: bool) -> _KeptPrompt:
     """A prompt that runs now, its tensors in a file without a name."""
     written: list[tuple[LayerPrompt, list[_Place]]] = []
-    with NamedTemporaryFile(suffix=".prompt") as named:
-        file = _TensorFile(named)
+    with TemporaryFile() as nameless:
+        file = _TensorFile(nameless)
 
         def keep(_: int, prompt: LayerPrompt) -> None:
             places = file.write_layer(prompt)
@@ -240,7 +241,8 @@ class _TensorFile:
     def mapped(self) -> Tensor:
         """All bytes that were written."""
         self.file.flush()
-        return torch.from_file(self.file.name, shared=False, size=self.num_bytes, dtype=torch.uint8)
+        private = mmap.mmap(self.file.fileno(), self.num_bytes, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(private, dtype=torch.uint8)
 
 
 class _Place(NamedTuple):

@@ -90,48 +90,59 @@ ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 class Metadata(NamedTuple):
     """What a GGUF file says of its model.
 
-    family: the value of `general.architecture`. of_family: the values of the keys that begin with
-    it, without that beginning. ends: ids of the tokens that end an answer. rope_tensors: those with
-    factors of rotary frequencies, as lists. num_weights: elements of all other tensors, by name.
+    family: the value of `general.architecture`. of_family, of_tokenizer: the values of the keys
+    that begin with it and with `tokenizer.ggml`, without that beginning; lists of the tokenizer are
+    left out. rope_tensors: those with factors of rotary frequencies, as lists. num_weights:
+    elements of all other tensors, by name.
     """
 
     path: Path
     family: str
     of_family: dict[str, Any]
-    ends: list[int]
+    of_tokenizer: dict[str, Any]
     rope_tensors: dict[str, list[float]]
     num_weights: dict[str, int]
 
-    def refusal(self, key: str, value: object, why: str) -> UserError:
-        """The error for a key that cannot be followed."""
+    @property
+    def ends(self) -> list[int]:
+        """Ids of the tokens that end an answer."""
+        found = [self.of_tokenizer[name] for name in ENDS if name in self.of_tokenizer]
+        return list(dict.fromkeys(found))
+
+    def refusal(self, key: str, value: object, why: str, of: str | None = None) -> UserError:
+        """The error for a key of the family, or `of` another group, that cannot be followed."""
         return UserError(
-            f"{self.path}: its metadata say {self.family}.{key}={value}, {why}; choose the model's "
-            "safetensors, or a GGUF without it"
+            f"{self.path}: its metadata say {of or self.family}.{key}={value}, {why}; choose the "
+            "model's safetensors, or a GGUF without it"
         )
 
 
 def read_metadata(gguf_file: Path) -> Metadata:
-    """Read the metadata and the small tensors of a GGUF file. Raises whatever `gguf` raises."""
-    from gguf import GGUFReader
+    """Read the metadata and the small tensors of a GGUF file. Raises UserError for a part of a
+    model, and whatever `gguf` raises."""
+    from gguf import GGUFReader, GGUFValueType
 
     reader = GGUFReader(gguf_file)
+    num_parts = reader.fields.get("split.count")
+    if num_parts is not None and num_parts.contents() > 1:
+        raise UserError(
+            f"{gguf_file}: is one of {num_parts.contents()} parts of a split GGUF, which are not "
+            "read; join them with llama.cpp's `llama-gguf-split --merge`"
+        )
     family = str(reader.fields["general.architecture"].contents())
-    of_family = {}
+    of_family, of_tokenizer = {}, {}
     for key, field in reader.fields.items():
         if key.startswith(f"{family}."):
             of_family[key.removeprefix(f"{family}.")] = field.contents()
-    ends = []
-    for name in ENDS:
-        token = reader.fields.get(f"tokenizer.ggml.{name}")
-        if token is not None and token.contents() not in ends:
-            ends.append(int(token.contents()))
+        elif key.startswith("tokenizer.ggml.") and field.types[0] != GGUFValueType.ARRAY:
+            of_tokenizer[key.removeprefix("tokenizer.ggml.")] = field.contents()
     rope_tensors, num_weights = {}, {}
     for tensor in reader.tensors:
         if tensor.name in (FREQ_FACTORS, LONG_FACTORS, SHORT_FACTORS):
             rope_tensors[tensor.name] = [float(factor) for factor in tensor.data]
         else:
             num_weights[tensor.name] = int(tensor.n_elements)
-    return Metadata(gguf_file, family, of_family, ends, rope_tensors, num_weights)
+    return Metadata(gguf_file, family, of_family, of_tokenizer, rope_tensors, num_weights)
 
 
 def with_metadata(described: PreTrainedConfig, metadata: Metadata) -> PreTrainedConfig:

@@ -149,7 +149,12 @@ def from_memory(
 
 
 def _max_length(model: PreTrainedModel) -> int:
-    return size(model.config, "max_position_embeddings") or UNLIMITED
+    return max_length_of(model.config)
+
+
+def max_length_of(described: PreTrainedConfig) -> int:
+    """The longest sequence that a model takes, in tokens."""
+    return size(described, "max_position_embeddings") or UNLIMITED
 
 
 # Shapes
@@ -415,18 +420,19 @@ def _tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the weights; None where there is none, or random weights have too few
     embeddings for it."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not source.has_tokenizer(directory):
         return None  # asked anyway, transformers would make up an empty one
+    # A family's own class would split texts its own way, whatever the file says.
+    is_copy = directory.parent == source.copies_dir()
+    reader = PreTrainedTokenizerFast if is_copy else AutoTokenizer
     files = {path.name for path in directory.iterdir()}
     why = f"model {config.name}: the tokenizer in {directory} cannot be loaded"
     if "tokenizer.model" in files and "tokenizer.json" not in files:
         why += ": tokenizer.model needs the Python package sentencepiece; or add a tokenizer.json"
     with refused(why):
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=config.trust_remote_code
-        )
+        tokenizer = reader.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     what = f"model {config.name}: the tokenizer in {directory}"
     try:
         _require_embeddings(what, tokenizer, num_embeddings)

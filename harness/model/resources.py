@@ -68,6 +68,10 @@ class Resources:
             loaded.prompts.run = self.run
         return loaded
 
+    def has_model(self, config: ModelConfig) -> bool:
+        """Whether the model of `config` is in memory."""
+        return self.loaded is not None or self._last is not None and self._last[0] == config
+
     def _with_prompts(self, loaded: LoadedModel) -> LoadedModel:
         if self._sharing is None:
             from harness.model.dense_prompts import DensePrompts

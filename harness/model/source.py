@@ -26,6 +26,7 @@ from typing import Any
 from harness.errors import UserError, nearest, one_line, reason, refused
 from harness.files import cache_dir, file_sha256
 from harness.model.gguf_config import read_metadata, require_all_weights, with_metadata
+from harness.model.gguf_tokenizer import follow_metadata
 from harness.model.shape import as_config, require_few_layers, require_room
 from harness.settings.config import ModelConfig
 
@@ -56,7 +57,7 @@ CONVERTED_TITLE = "Adding `safetensors` variant of this model"
 """Of the pull requests of the hub's conversion bot."""
 CONVERTED_AUTHOR = "SFconvertbot"
 CONVERT = "https://huggingface.co/spaces/safetensors/convert"
-COPY_FORMAT = 2  # raise it when the content of a converted GGUF changes
+COPY_FORMAT = 3  # raise it when the content of a converted GGUF changes
 
 
 def located(config: ModelConfig, *, weights: bool = True) -> Path:
@@ -179,6 +180,11 @@ def weight_files(directory: Path) -> list[Path]:
 # GGUF
 
 
+def copies_dir() -> Path:
+    """The folder of all GGUFs' fp32 copies."""
+    return cache_dir() / "gguf"
+
+
 def converted(gguf: Path) -> Path:
     """The folder with a GGUF's fp32 copy (config, safetensors, tokenizer), made where missing.
 
@@ -186,17 +192,23 @@ def converted(gguf: Path) -> Path:
     any time. Raises UserError where the GGUF is damaged or truncated, or the cache cannot be
     written.
     """
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
     from safetensors import SafetensorError
 
-    copies = cache_dir() / "gguf"
+    copies = copies_dir()
     directory = copies / f"{file_sha256(gguf)[:32]}-{COPY_FORMAT}"
     scratch = copies / "converting"
     if directory.is_dir():
         return directory
+    lock = FileLock(copies.with_suffix(".lock"))
     try:
         copies.mkdir(parents=True, exist_ok=True)
-        with FileLock(copies.with_suffix(".lock")):
+        try:
+            held = lock.acquire(blocking=False)
+        except Timeout:
+            print(f"{gguf.name}: waiting for another process's conversion", file=sys.stderr)
+            held = lock.acquire()
+        with held:
             shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
             if directory.is_dir():  # another process was faster
                 return directory
@@ -230,11 +242,12 @@ def _convert(gguf: Path, target: Path) -> None:
         described = AutoConfig.from_pretrained(**origin)
         described = as_config(str(gguf), described.to_dict())
         described = with_metadata(described, metadata)
+        tokenizer = AutoTokenizer.from_pretrained(**origin)
+        follow_metadata(tokenizer, metadata)
         require_room(f"{gguf}, converted", described, torch.float32, [torch.device("cpu")])
         model = AutoModelForCausalLM.from_pretrained(
             **origin, config=described, dtype=torch.float32
         )
-        tokenizer = AutoTokenizer.from_pretrained(**origin)
     require_all_weights(model, metadata)
     if len(metadata.ends) > 1:
         model.generation_config.eos_token_id = metadata.ends

@@ -55,6 +55,7 @@ from harness.run import runner, status
 from harness.run.all_runs import run_all
 from harness.run.answers import answer
 from harness.run.compose import read_override
+from harness.run.hints import meant
 from harness.run.parse import asks_status, parse
 from harness.run.sweep import is_sweep, read_plan
 from harness.run.words import LAUNCHER, SHOWN, read_words, swept_settings
@@ -344,7 +345,9 @@ def in_words(error: BaseException) -> str:
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         known = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
         if known and str(cause.key) not in known:
-            return f"unknown setting {cause.full_key}: {nearest(cause.key, known)}"
+            hint = meant(str(cause.full_key))
+            known_ones = f"type {hint}" if hint else nearest(cause.key, known)
+            return f"unknown setting {cause.full_key}: {known_ones}"
     return one_line(error)
 
 

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, get_args
 from harness.data.text import named_text
 from harness.errors import UserError
 from harness.files import text_sha256
-from harness.model.load import tokenizer_of_random
+from harness.model.load import LoadedModel, max_length_of, model_config, tokenizer_of_random
 from harness.model.resources import Resources
 from harness.results import inputs
+from harness.scoring.progress import say
 from harness.settings.config import RunConfig, Statistic
 from harness.settings.kinds import Outcome, find
 from harness.settings.systems import check_live
@@ -81,10 +82,12 @@ class Measurement:
     """How a run of one kind is checked and made.
 
     Holds no state: what outlives a run is in `harness.model.resources.Resources`. memory_settings:
-    the settings on which its memory depends most.
+    the settings on which its memory depends most. sequence_settings: those that add up to the
+    tokens of its longest sequence.
     """
 
     memory_settings: ClassVar[tuple[str, ...]] = ()
+    sequence_settings: ClassVar[tuple[str, ...]] = ()
 
     def check(self, config: RunConfig) -> None:
         """Raise UserError for settings that make no sense in this kind of run."""
@@ -123,6 +126,7 @@ class Perplexity(Measurement):
     2)."""
 
     memory_settings = ("seq_len", "num_windows")
+    sequence_settings = ("seq_len",)
 
     def check(self, config: RunConfig) -> None:
         needed = max(1, config.prefill_len) + 2
@@ -170,7 +174,13 @@ class Tasks(Measurement):
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.scoring.evaluation import run_tasks
 
-        return run_tasks(config, resources.model(config.model))
+        return run_tasks(config, self.model(config, resources))
+
+    def model(self, config: RunConfig, resources: Resources) -> LoadedModel:
+        """The model, and a line where it takes a while."""
+        if not resources.has_model(config.model):
+            say(f"{config.experiment} {config.label}: loading model {config.model.name}")
+        return resources.model(config.model)
 
 
 class Turns(Tasks):
@@ -188,13 +198,14 @@ class Turns(Tasks):
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.scoring.evaluation import run_turns
 
-        return run_turns(config, resources.model(config.model))
+        return run_turns(config, self.model(config, resources))
 
 
 class LongDecode(Measurement):
     """`kind=long_decode`: texts under a method and under the full cache, and how they part."""
 
     memory_settings = ("max_new_tokens", "prefill_len")
+    sequence_settings = ("prefill_len", "max_new_tokens")
 
     def check(self, config: RunConfig) -> None:
         # The dense pass of a prompt gives the first token; a method decodes from the second on.
@@ -217,6 +228,7 @@ class Latency(Measurement):
     """`kind=latency`: the timed decode steps of one shape (Figs 14 to 18)."""
 
     memory_settings = ("latency.batch_size", "latency.prompt_len")
+    sequence_settings = ("latency.prompt_len", "latency.gen_len")
 
     def check(self, config: RunConfig) -> None:
         check_live(config)
@@ -248,6 +260,7 @@ class Capacity(Measurement):
     """`kind=capacity`: the largest batch that a device's memory holds, and its speed."""
 
     memory_settings = ("latency.prompt_len", "capacity.max_batch")
+    sequence_settings = ("latency.prompt_len", "latency.gen_len")
 
     def check(self, config: RunConfig) -> None:
         platform, method = config.platform, config.method
@@ -377,6 +390,7 @@ class Analysis(Measurement):
     20, Table 1)."""
 
     memory_settings = ("analysis.num_tokens",)
+    sequence_settings = ("analysis.num_tokens",)
 
     def check(self, config: RunConfig) -> None:
         statistic = config.analysis.statistic
@@ -429,6 +443,19 @@ def measurement_of(kind: str) -> Measurement:
     """How runs of the kind of that name are made. Raises UserError where there is none."""
     find(kind)
     return MEASUREMENTS[kind]
+
+
+def require_length(config: RunConfig) -> None:
+    """Raise UserError where a sequence is longer than the model takes, as its configuration says:
+    before its weights are read."""
+    names = measurement_of(config.kind).sequence_settings
+    values = {name.removeprefix("latency."): attrgetter(name)(config) for name in names}
+    if not values:
+        return
+    limit = max_length_of(model_config(config.model))
+    if sum(values.values()) > limit:
+        given = " and ".join(f"{name}={value}" for name, value in values.items())
+        raise UserError(f"{given}: {config.model.name} takes at most {limit} tokens")
 
 
 def digests_of(config: RunConfig) -> dict[str, str]:

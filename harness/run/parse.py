@@ -339,13 +339,11 @@ def _budget(given: Any, method: Method, codec: Any) -> dict[str, Any]:
     budget_rule, share = "exact", given
     if isinstance(given, str):
         rule, _, words = given.rpartition(":")
-        share = _share_in(words)
-        if share is None or rule not in ("", "nearest"):
-            allowed = "a share of the full cache such as 0.16 or 16%, or nearest:0.16"
-            raise UserError(f"budget={given}: must be {allowed}")
+        share = _share_in(words) if rule in ("", "nearest") else None
         budget_rule = rule or budget_rule
-    if isinstance(share, int | float) and not 0 < share <= 1:
-        raise UserError(f"budget={share}: must be above 0 and at most 1")
+    if share is None or isinstance(share, int | float) and not 0 < share <= 1:
+        allowed = "a share of the full cache such as 0.16 or 16%, or nearest:0.16"
+        raise UserError(f"budget={given}: must be {allowed}")
     if method.reads_all and codec is None:
         return {
             "budget": None,
@@ -386,6 +384,8 @@ def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
     experiment."""
     if config.budget is not None:
         _check_given_beside_budget(config.method, config.budget, given)
+    if config.prompt is not None and config.kind != "generate":
+        raise UserError(f"prompt={config.prompt}: needs experiment=generate")
     usual_kind = kind_of(config.experiment)
     if usual_kind is not None and kind.table not in _tables_of(config.experiment, usual_kind):
         others = [name for name in options("experiment") if kind_of(name) == config.kind]

@@ -37,7 +37,7 @@ from harness.results import record as records
 from harness.results import write as tables
 from harness.results.metrics import BUDGET, DEVICE_FRAC, TOKENS_EVICTED
 from harness.results.samples import full_runs
-from harness.run.kinds import digests_of, measurement_of
+from harness.run.kinds import digests_of, measurement_of, require_length
 from harness.settings import own_method
 from harness.settings.config import RunConfig
 from harness.settings.kinds import KINDS, Outcome, find
@@ -224,6 +224,8 @@ def _record(todo: Run, resources: Resources) -> None:
     start = time.perf_counter()
     try:
         with users_faults(config):
+            if measurement.needs_weights(config) and not resources.has_model(config.model):
+                require_length(config)
             outcome = measurement.run(config, resources)
             records.require_finite(outcome.metrics)
             _warn_of_idle_budgets(todo, outcome.metrics)

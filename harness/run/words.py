@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 
 from harness import errors
 from harness.errors import UserError, nearest, one_line
+from harness.run import hints
 from harness.run.compose import as_sweep, override, read_override
 from harness.settings.schema import is_group, options, setting_of
 
@@ -21,6 +22,8 @@ SHOWN = 200
 CONFIG_FLAGS = ("--config", "-cp", "-cn", "-cd", "--experimental-rerun")
 """Flags of Hydra that read settings from another folder than `conf/`, which a run would follow in
 part."""
+TAKE_A_WORD = ("--cfg", "-c", "--info", "-i", "--package", "-p")
+"""Flags of Hydra that a word without `=` may follow."""
 LAUNCHER = "hydra/launcher"
 HYDRA_SETTINGS = (
     LAUNCHER,
@@ -43,11 +46,16 @@ def read_words(argv: Sequence[str]) -> list[str]:
     """
     is_sweep = not {"-m", "--multirun"}.isdisjoint(argv)
     words = []
-    for word in argv:
+    for number, word in enumerate(argv):
         if word.startswith(CONFIG_FLAGS):
             own = "your own files are chosen by path, method=./FILE.py or experiment=./FILE.yaml"
             raise UserError(f"{word}: settings are read from the project's conf/ alone; {own}")
         is_setting = "=" in word and not word.startswith("-")
+        is_hydras = word.startswith("~") or number > 0 and argv[number - 1] in TAKE_A_WORD
+        if not is_setting and not is_hydras:
+            typed = hints.without_equals(argv, number, FREE_TEXT)
+            if typed is not None:
+                raise UserError(f"{word}: must be NAME=VALUE; type {typed}")
         words.append(_checked(word, is_sweep) if is_setting else word)
     return _with_each_file(words) if is_sweep else words
 
@@ -107,13 +115,22 @@ def _checked(word: str, is_sweep: bool) -> str:
     if name == LAUNCHER and not is_sweep:
         raise UserError(f"{word}: starts the jobs of a sweep, which needs -m")
     if isinstance(value, ChoiceSweep) and not is_sweep:
-        raise UserError(f"{word}: is a sweep, which needs -m{_as_text(word)}")
+        meant = f"; as a list: {name}=[{typed}]" if name == "tasks" else _as_text(word)
+        meant = f" before it: -m {word}" if is_group(name) else meant
+        raise UserError(f"{word}: is a sweep, which needs -m{meant}")
     values = value.list if isinstance(value, ChoiceSweep) else [value]
     choices = [item.text if isinstance(item, QuotedString) else item for item in values]
     is_other = given.is_delete() or isinstance(value, Sweep | Glob)
     chooses = isinstance(value, ChoiceSweep) or not is_other
     if is_group(name) and chooses and not all(isinstance(choice, str) for choice in choices):
         raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
+    for choice in choices:
+        if name != "model" or not isinstance(choice, str) or "/" not in choice:
+            continue
+        source = hints.source_of_model(choice)
+        missing = "" if source else ", and there is no such folder or file"
+        instead = "=".join(source or ("model.path", "DIR"))
+        raise UserError(f"{word}: chooses a file of conf/model{missing}; type {instead}")
     if name == "label" and isinstance(value, ChoiceSweep):
         raise UserError(
             f"{word}: names the same run several times; a sweep over systems is system="

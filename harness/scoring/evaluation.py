@@ -24,7 +24,7 @@ from lm_eval.evaluator import evaluate
 
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS
-from harness.data.task_plan import COMPLAINTS
+from harness.data.task_plan import COMPLAINTS, Suite
 from harness.data.tasks import FEWSHOT_SEED, load_suite
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -77,9 +77,7 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
             under which a task cannot be scored, a task whose code ends the process, or a method
             that never ran.
     """
-    with running_lm_eval(f"tasks={','.join(config.tasks)}"):
-        suite = load_suite(config, loaded)
-    _check_sampling(config, suite.tasks.values())
+    suite = _suite(config, loaded)
     outcome = Outcome({})
     reads, results = {}, {}
     for name, task in suite.tasks.items():
@@ -104,6 +102,16 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     return outcome
 
 
+def _suite(config: RunConfig, loaded: LoadedModel) -> Suite:
+    """The tasks of `config` with their questions. Raises UserError as `run_tasks`."""
+    names = ",".join(config.tasks)
+    say(f"tasks={names}: reading the questions and making their prompts")
+    with running_lm_eval(f"tasks={names}"):
+        suite = load_suite(config, loaded)
+    _check_sampling(config, suite.tasks.values())
+    return suite
+
+
 def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """Every task of `config` twice: once with the question known when the method reduces the cache,
     and once with several questions to one cache, of which none was known.
@@ -121,9 +129,7 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
 
     Raises UserError as `run_tasks`, and for a task without questions.
     """
-    with running_lm_eval(f"tasks={','.join(config.tasks)}"):
-        suite = load_suite(config, loaded)
-    _check_sampling(config, suite.tasks.values())
+    suite = _suite(config, loaded)
     outcome = Outcome({})
     for name, task in suite.tasks.items():
         if task.OUTPUT_TYPE == "loglikelihood_rolling":
@@ -206,7 +212,6 @@ class ReplayEngine:
 
     def lm(self, prefill: Prefill) -> ReplayLM:
         """The model that lm-eval asks. prefill: which rows of its requests are dense."""
-        task = self.config.task
         return ReplayLM(
             self.loaded,
             prefill,
@@ -214,9 +219,7 @@ class ReplayEngine:
             generator=self.generate,
             sampling=self.config.sampling,
             seed=self.config.seed,
-            too_long=task.too_long,
-            enable_thinking=task.enable_thinking,
-            think_end_token=task.think_end_token,
+            about=self.config.task,
         )
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
@@ -236,6 +239,9 @@ class ReplayEngine:
                 f"task {self.task}: no request leaves a decode row, so no method could act; use "
                 "prefill=question, or leave the task out"
             )
+        if requests:
+            first = f"answering {len(requests)} requests, from the first prompt on"
+            say(f"{self.task}: {first}", self.bar_file)
         answered = bar(total=len(requests), desc=self.task, unit="answer", file=self.bar_file)
         with attach(self.loaded.model, self.loaded.prompts) as attached, answered:
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))

@@ -8,7 +8,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
@@ -23,7 +23,7 @@ from harness.scoring.answers import Document, NeedleRead, Request, Score
 from harness.scoring.model_texts import ModelTexts
 from harness.scoring.question import QuestionFinder
 from harness.scoring.writing import Written
-from harness.settings.task_config import GREEDY, Sampling, SamplingConfig
+from harness.settings.task_config import GREEDY, Sampling, SamplingConfig, TaskConfig
 
 MAX_GEN_TOKS = 256
 """lm-eval's default length of an answer, in tokens."""
@@ -35,6 +35,7 @@ LENGTHS = ("max_length", "max_new_tokens")
 CUT_LETTERS = 60
 """Letters of a question that a line shows."""
 
+AS_ASKED = TaskConfig()
 AS_THE_TASK = SamplingConfig()
 
 Encoded = tuple[tuple[str, str], list[int], list[int]]
@@ -71,8 +72,8 @@ class ReplayLM(ModelTexts):
         scorer: token requests to scores, in order; called once for all requests of a type.
         generator: token requests to their answers, in order.
         sampling, seed: of the answers that are generated.
-        too_long: whether a context beyond the model's limit is an error or, as in `HFLM`, loses its
-        beginning. enable_thinking, think_end_token: of `ModelTexts`.
+        about: how it is prompted; with too_long="truncate" a context beyond the model's limit loses
+        its beginning behind the start token.
 
     After a run `requests` holds the token requests in the order in which lm-eval asked, one type
     after another; a text that was scored whole has one for each of its windows. `truncated` holds
@@ -93,11 +94,9 @@ class ReplayLM(ModelTexts):
         generator: Callable[[Sequence[Request]], Sequence[Written]],
         sampling: SamplingConfig = AS_THE_TASK,
         seed: int = 0,
-        too_long: Literal["refuse", "truncate"] = "refuse",
-        enable_thinking: bool | None = None,
-        think_end_token: str | int | None = None,
+        about: TaskConfig = AS_ASKED,
     ) -> None:
-        super().__init__(loaded, enable_thinking, think_end_token)
+        super().__init__(loaded, about)
         self.max_length = loaded.max_length
         self.requests: list[Request] = []
         self.truncated: set[Document] = set()
@@ -112,7 +111,6 @@ class ReplayLM(ModelTexts):
         self._sampling = sampling
         self._seed = seed
         self._planned: list[Request] = []
-        self._too_long = too_long
         self._documents: list[Document] = []
         self._with_prompt: set[Document] = set()
         self.needles: dict[Document, list[NeedleRead]] = defaultdict(list)
@@ -163,7 +161,7 @@ class ReplayLM(ModelTexts):
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
         """The log-likelihood of whole texts, in disjoint windows of the model's limit, each a
-        sequence of its own."""
+        sequence of its own behind the tokenizer's start."""
         self._refuse_thinking(requests)
         windows, planned = [], []
         for instance in requests:
@@ -184,18 +182,18 @@ class ReplayLM(ModelTexts):
                 f"task {document[0]}: scores whole texts, in which prefill=question finds no "
                 "question; use prefill=dense or artifact"
             )
-        windows = get_rolling_token_windows(
-            self.tok_encode(text), self.prefix_token_id, self.max_length, 1
-        )
-        return [
-            self._request(
-                document,
-                (("", ""), context, continuation),
-                context,
-                len(context) + len(continuation),
-            )
-            for context, continuation in map(make_disjoint_window, windows)
-        ]
+        start, of_text = self.start, self.tok_encode(text)[len(self.start) :]
+        room = self.max_length - len(start)
+        requests = []
+        windows = get_rolling_token_windows(of_text, self.prefix_token_id, room, 1)
+        for number, window in enumerate(windows):
+            context, continuation = make_disjoint_window(window)
+            if start:  # in place of the first window's prefix, and before what the others have
+                context = [*start, *context] if number else start
+            encoded = ("", ""), context, continuation
+            final_length = len(context) + len(continuation)
+            requests.append(self._request(document, encoded, context, final_length))
+        return requests
 
     @property
     def num_dense(self) -> int:
@@ -245,7 +243,7 @@ class ReplayLM(ModelTexts):
 
     def _refuse_thinking(self, requests: Sequence[Instance]) -> None:
         """Of continuations and whole texts, before which no thinking comes."""
-        if requests and self._template_options.get("enable_thinking"):
+        if requests and self._about.enable_thinking:
             raise UserError(
                 f"enable_thinking=true: task {requests[0].task_name} scores texts, before which "
                 "no model thinks; leave it out, or choose tasks whose answers are generated"
@@ -358,7 +356,8 @@ class ReplayLM(ModelTexts):
     def _request(
         self, document: Document, encoded: Encoded, context: list[int], final_length: int
     ) -> Request:
-        """A continuation to score after `context`, the last tokens of the encoded one."""
+        """A continuation to score after `context`, the start and the last tokens of the encoded
+        one."""
         (text, _), whole, continuation = encoded
         if not whole or not continuation:
             raise self._cannot_score(document, encoded)
@@ -397,19 +396,20 @@ class ReplayLM(ModelTexts):
             self.needles[document].append(needle)
 
     def _needle(self, document: Document, text: str, cut: int) -> tuple[int, int] | None:
-        """The tokens of the sentence that holds the answer, of a context without its first `cut`
-        tokens: the first, and the one after the last; None where they are not all there."""
+        """The tokens of the sentence that holds the answer, of a context, `cut` tokens of which
+        have been left out behind its start: the first, and the one after the last; None where they
+        are not all there."""
         sentence = self._sentences.get(document, "")
         begin = text.find(sentence)
         if not sentence or begin < 0 or not self.tokenizer.is_fast:
             return None
         end = begin + len(sentence)
         tokens = []
-        offsets = self.encoded(text, return_offsets_mapping=True)["offset_mapping"]
-        for index, (start, stop) in enumerate(offsets):
+        for index, (start, stop) in enumerate(self.spans(text)):
             if stop > begin and start < end:
                 tokens.append(index - cut)
-        return (tokens[0], tokens[-1] + 1) if tokens and tokens[0] >= 0 else None
+        is_whole = tokens and tokens[0] >= len(self.start)
+        return (tokens[0], tokens[-1] + 1) if is_whole else None
 
     def _in_turns(self, planned: list[Request]) -> list[Request]:
         """Give the requests that are answered from one cache one T, as a method may keep a share of
@@ -422,32 +422,33 @@ class ReplayLM(ModelTexts):
         return [request._replace(final_length=longest[request.prompt]) for request in planned]
 
     def _fit(self, document: Document, context: list[int], most: int) -> list[int]:
-        """The last `most` tokens of a context, where that is allowed."""
+        """The last `most` tokens of a context, its start among them, where that is allowed."""
         if len(context) <= most:
             return context
-        if self._too_long == "refuse" or most < 1:
+        of_text = most - len(self.start)
+        if self._about.too_long == "refuse" or of_text < 1:
             ways = "lower num_fewshot, choose a model with a longer context"
-            ways += "" if most < 1 else ", or too_long=truncate"
+            ways += "" if of_text < 1 else ", or too_long=truncate"
             raise UserError(
                 f"{_where(document)}: context and answer have "
                 f"{len(context) - most + self.max_length} tokens, "
                 f"the model takes {self.max_length}; {ways}"
             )
         self.truncated.add(document)
-        return context[-most:]
+        return [*context[: len(self.start)], *context[-of_text:]]
 
     def _prefill_len(
         self, document: Document, text: str, cut: int, most: int, final_length: int
     ) -> int:
-        """Dense rows of a context whose first `cut` tokens have been left out: at most `most`, and
-        at least 1."""
+        """Dense rows of a context, `cut` tokens of which have been left out behind its start: at
+        most `most`, and at least 1."""
         end = most
         if self._prefill.mode == "artifact":
             end = int(final_length * self._prefill.budget)
         elif self._prefill.mode == "question" and (text or document not in self._with_prompt):
             # acc_mutual_info asks for the choices alone, too: their prompt has no word to cut at.
             end = self._question_token(document, text) - cut
-            if end <= 0:
+            if end <= len(self.start):
                 raise self._no_question(document, "nothing before the question is left")
         return max(1, min(end, most))
 
@@ -464,8 +465,7 @@ class ReplayLM(ModelTexts):
         if not self._first_cut:
             begins = " ".join(text[place:].split())[:CUT_LETTERS]
             self._first_cut = f"in question {document[1]} before {begins!r}"
-        offsets = self.encoded(text, return_offsets_mapping=True)["offset_mapping"]
-        return next(index for index, (_, stop) in enumerate(offsets) if stop > place)
+        return next(index for index, (_, stop) in enumerate(self.spans(text)) if stop > place)
 
     def _no_question(self, document: Document, why: str) -> UserError:
         asked, other = "prefill=question", ", or use prefill=dense or artifact"

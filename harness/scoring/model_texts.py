@@ -1,15 +1,25 @@
 """Texts and chats as a model's tokens: those of lm-eval's `HFLM` with default settings, so that the
-full cache gives its numbers and its texts."""
+full cache gives its numbers and its texts.
+
+Two things differ: no text has an end token behind it, and every window of a text that is cut stands
+behind the tokenizer's start.
+"""
 
 from collections.abc import Sequence
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import jinja2
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
+from lm_eval.models.utils import postprocess_generated_text
+from transformers.utils import chat_template_utils
 
+from harness.data.text import prompt_ids, start_ids, token_ids
 from harness.errors import UserError
 from harness.model.load import LoadedModel
+from harness.settings.task_config import TaskConfig
 
 Chat = list[dict[str, str]]
 
@@ -17,29 +27,29 @@ Chat = list[dict[str, str]]
 class ModelTexts(TemplateLM):
     """The part of an lm-eval model that its tokenizer and its chat template decide.
 
-    enable_thinking: handed to the template; None: not. think_end_token: a text or a token id; an
-    answer is what follows its last occurrence. Raises UserError for a model without a tokenizer.
+    about: how it is prompted. start: ids with which every text starts. Raises UserError for a model
+    without a tokenizer.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        enable_thinking: bool | None,
-        think_end_token: str | int | None,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, about: TaskConfig) -> None:
         super().__init__()
         if loaded.tokenizer is None:
             raise UserError(
                 f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one"
             )
         self.tokenizer = loaded.tokenizer
+        self.start = start_ids(self.tokenizer)
         self._name = loaded.name
+        self._about = about
         self._template_options: dict[str, Any] = {}
-        if enable_thinking is not None:
-            self._template_options["enable_thinking"] = enable_thinking
-        self._think_end_token = think_end_token
-        if isinstance(think_end_token, str) and think_end_token.isdigit():  # as `HFLM` reads it
-            self._think_end_token = int(think_end_token)
+        if about.enable_thinking is not None:
+            self._template_options["enable_thinking"] = about.enable_thinking
+        # A template cannot be handed a function: transformers' own asks this clock for the day.
+        today = datetime.fromisoformat(about.chat_date)
+        self._clock = SimpleNamespace(now=lambda: today)
+        self._think_end_token = about.think_end_token
+        if isinstance(self._think_end_token, str) and self._think_end_token.isdigit():
+            self._think_end_token = int(self._think_end_token)  # as `HFLM` reads it
 
     @property
     def eot_token_id(self) -> int:
@@ -49,18 +59,14 @@ class ModelTexts(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The one token of an empty context. Raises UserError where the tokenizer has none."""
-        prefix = self._prefix
+        bos = self.tokenizer.bos_token_id
+        prefix = self.tokenizer.eos_token_id if bos is None else bos
         if prefix is None:
             raise UserError(
                 f"model {self._name}: its tokenizer has no token that begins or ends a text, which "
                 "an empty context and a whole text need; give it a bos_token or an eos_token"
             )
         return prefix
-
-    @property
-    def _prefix(self) -> int | None:
-        bos = self.tokenizer.bos_token_id
-        return self.tokenizer.eos_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
@@ -70,19 +76,19 @@ class ModelTexts(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Special tokens as the tokenizer adds them, unless the text already begins with the prefix
-        token."""
-        return self.encoded(string, add_special_tokens)["input_ids"]
+        """Ids of a text behind the tokenizer's start, unless that is not wanted or the text itself
+        begins with it."""
+        ids_of = token_ids if add_special_tokens is False else prompt_ids
+        return ids_of(string, self.tokenizer)
 
-    def encoded(self, text: str, add_special_tokens: bool | None = None, **options: Any) -> Any:
-        """What the tokenizer makes of a text, as `tok_encode`; options: of the tokenizer's call."""
-        prefix = self._prefix
-        start = None if prefix is None else self.tokenizer.decode(prefix)
-        if add_special_tokens is None and has_bos_prefix(text, start):
-            add_special_tokens = False
-        if add_special_tokens is not None:
-            options["add_special_tokens"] = add_special_tokens
-        return self.tokenizer(text, **options, verbose=False)
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the tokens of `tok_encode` lie in a text: the first character and the one after the
+        last; (0, 0) for a start token."""
+        of_text = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )["offset_mapping"]
+        num_before = len(self.tok_encode(text)) - len(of_text)
+        return [(0, 0)] * num_before + of_text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Raises UserError where the model has none."""
@@ -99,13 +105,14 @@ class ModelTexts(TemplateLM):
         self._require_chat_template()
 
         def rendered(turns: Chat) -> str:
-            text = self.tokenizer.apply_chat_template(
-                turns,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self._template_options,
-            )
+            with patch.object(chat_template_utils, "datetime", self._clock):
+                text = self.tokenizer.apply_chat_template(
+                    turns,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                    **self._template_options,
+                )
             return str(text)
 
         try:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -66,9 +66,9 @@ def bar(
     return _Lines(items, mininterval=lines_every_s, delay=lines_every_s, **settings)
 
 
-def say(line: str) -> None:
-    """Write a line to stderr, above a bar, unless it is to be quiet. The runs of a process, such as
-    a sweep's, say the same line once."""
+def say(line: str, file: TextIO | None = None) -> None:
+    """Write a line to stderr, or `file`, above a bar, unless it is to be quiet. The runs of a
+    process, such as a sweep's, say the same line once."""
     if not _quiet.get() and line not in _said:
         _said.add(line)
-        tqdm.write(line, file=sys.stderr)
+        tqdm.write(line, file=file or sys.stderr)

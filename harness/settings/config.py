@@ -362,7 +362,8 @@ class RunConfig:
                 with_it: object = self.method.with_budget(self.budget)
             except ValueError as error:
                 nearest_budget = f"budget=nearest:{self.budget} takes the nearest that it allows"
-                raise UserError(f"budget={self.budget}: {error}; {nearest_budget}") from error
+                where = f"budget={self.budget}: method={self.method_name}"
+                raise UserError(f"{where}: {error}; {nearest_budget}") from error
             from methods.base import Method  # loaded with the method
 
             if not isinstance(with_it, Method):

@@ -8,6 +8,7 @@ it, its value and what is allowed.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import os
 import re
@@ -81,6 +82,13 @@ def _folder(path: str) -> str:
     return path
 
 
+def _day(text: str) -> str:
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise ValueError("must be a day such as 2024-07-26") from None
+
+
 def _share(value: float) -> float:
     if not 0 < value <= 1:
         raise ValueError("must be above 0 and at most 1")
@@ -99,6 +107,7 @@ PathText = Annotated[str, BeforeValidator(_path)]
 """The name of a file or folder: not empty, its `~` expanded."""
 FileText = Annotated[PathText, AfterValidator(_file)]
 FolderText = Annotated[PathText, AfterValidator(_folder)]
+DayText = Annotated[Text, AfterValidator(_day)]
 Names = Annotated[
     tuple[Text, ...], Strict(False), BeforeValidator(_items), AfterValidator(_distinct)
 ]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from harness.errors import UserError
-from harness.settings.schema import MOST, Count, FolderText, Natural, Share, Text
+from harness.settings.schema import MOST, Count, DayText, FolderText, Natural, Share, Text
 
 GENERATED_TASKS = ("kv_recall", "passkey")
 RULER_TASKS = (
@@ -57,12 +57,13 @@ class TaskConfig:
     such as max_seq_lengths of RULER; num_sentences is of kv_recall and passkey, places of
     graph_search, max_gen_toks of AIME. apply_chat_template: prompts are turns of the tokenizer's
     chat template; fewshot_as_multiturn: each example is a turn too; None: as apply_chat_template.
-    enable_thinking: handed to the template; None: not. think_end_token: what ends the thinking, as
+    enable_thinking: handed to the template; None: not. chat_date: the day that a template writes as
+    today's, by default the one that Llama 3's know. think_end_token: what ends the thinking, as
     text or token id; an answer is what follows its last occurrence. system_instruction: text before
     the turns.
     question_marker: the text with which a question starts, where prefill=question ends the prompt;
     None: the task says where. too_long: what happens to a context beyond the model's limit;
-    `truncate` leaves out its beginning, as lm-eval does.
+    `truncate` leaves out its beginning behind the start token.
     """
 
     include_path: FolderText | None = None
@@ -70,6 +71,7 @@ class TaskConfig:
     apply_chat_template: bool = False
     fewshot_as_multiturn: bool | None = None
     enable_thinking: bool | None = None
+    chat_date: DayText = "2024-07-26"
     think_end_token: Natural | Text | None = None
     system_instruction: Text | None = None
     question_marker: Text | None = None

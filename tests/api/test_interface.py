@@ -76,6 +76,8 @@ def test_perplexity_is_the_table_with_a_line_for_each_method(model, tmp_path):
     text.write_text("The cache of keys and values outgrows the memory. " * 20)
     frame = model.perplexity(text, methods=["full", "int4", "streaming"], budget="nearest:0.7")
     assert list(frame.label) == ["Full cache", "INT4", "Streaming"]
+    assert list(frame.method) == ["full", "int4", "streaming"]
+    assert frame.asked_budget.fillna(0).tolist() == [0, 0, 0.7], "only the last has one to set"
     assert frame["budget"][0] == 1 and frame["budget"][2] == pytest.approx(0.7, abs=0.02)
     assert frame.kl_nats[0] == pytest.approx(0, abs=1e-6) and frame.kl_nats[1] > 0
     table = pd.read_csv(tmp_path / "results" / "tables" / "perplexity.csv")

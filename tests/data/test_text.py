@@ -11,7 +11,7 @@ from harness.errors import UserError
 from harness.files import text_sha256
 from harness.results import inputs
 from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig
-from tests.tokens import byte_tokenizer, starting_tokenizer
+from tests.tokens import byte_tokenizer, framing_tokenizer, starting_tokenizer
 
 OFFLINE = DataConfig("offline")
 QUARTERS = [0, 0.25, 0.5, 0.75]
@@ -150,6 +150,8 @@ def test_the_start_is_what_the_tokenizer_puts_before_a_text():
         text.start_ids(making([5], [7]))
     for tokenizer in (plain, starting):
         assert text.prompt_ids("Hi", tokenizer) == tokenizer("Hi").input_ids == tokenizer.encode("Hi")
+    ended = framing_tokenizer()
+    assert text.prompt_ids("Hi", ended) == starting("Hi").input_ids == ended("Hi").input_ids[:-1]
     assert text.prompt_ids("<s>Hi", starting) == starting("Hi").input_ids, "a start that is written out is not doubled"
     assert text.calibration_ids(CalibrationConfig(num_tokens=3), starting)[0] == starting.bos_token_id
 

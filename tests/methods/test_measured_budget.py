@@ -76,9 +76,7 @@ def test_a_method_without_with_budget_is_told_what_to_write(texts, capsys):
     Path("mine.py").write_text(MINE + WITHOUT_BUDGET)
     assert main(["method=./mine.py", "budget=0.2", *texts]) == 2
     said = capsys.readouterr().err
-    assert (
-        "budget=0.2: method Mine has no budget to set: it reads the same share always; budget=nearest:0.2 runs" in said
-    )
+    assert "budget=0.2: method=mine: it has no budget to set, as it reads the same share always; in" in said
     assert "with_budget gives it one (CONTRIBUTING.md)" in said
 
 

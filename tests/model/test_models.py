@@ -1,13 +1,16 @@
 """Loading models: every source, the converted copy, the shipped shapes, and one clear line for each fault."""
 
+import copy
 import importlib.util
 import json
 import math
 import os
 import pickle
 import struct
+import time
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,18 +20,29 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from harness import files
 from harness.checks.families import families
-from harness.data.text import start_ids
+from harness.data.text import offline_text, start_ids, token_ids
 from harness.errors import UserError
 from harness.model import source
 from harness.model.gguf_config import Metadata, with_metadata
-from harness.model.load import from_memory, load_model, model_config, require_kernels, shape_mapping
+from harness.model.gguf_tokenizer import SPLITS, follow_metadata
+from harness.model.load import (
+    from_memory,
+    load_model,
+    model_config,
+    require_kernels,
+    shape_mapping,
+    tokenizer_of_random,
+)
 from harness.model.shape import as_config, count_weights, read_yaml
 from harness.model.tiny import VOCAB_SIZE, tiny_model
 from harness.results import inputs
@@ -93,14 +107,17 @@ def write_tiny_gguf(path: Path, extra: Mapping[str, Any] = {}, tensors: Mapping[
         "block_count": shape["num_hidden_layers"], "context_length": shape["max_position_embeddings"],
         "embedding_length": hidden, "feed_forward_length": ffn, "head_count": shape["num_attention_heads"],
         "head_count_kv": shape["num_key_value_heads"], "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0,
-        "vocab_size": VOCAB_SIZE, "tokenizer_model": "gpt2", "bos_token_id": 1, "eos_token_id": 2,
+        "vocab_size": VOCAB_SIZE, "tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "bos_token_id": 1,
+        "eos_token_id": 2,
     }.items():  # fmt: skip
-        if f"llama.{name}" not in extra:
+        if f"llama.{name}" not in extra and f"{name.replace('_', '.ggml.', 1)}" not in extra:
             getattr(writer, f"add_{name}")(value)
     alphabet = [chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256)]]
     alphabet += [chr(256 + i) for i in range(VOCAB_SIZE - len(alphabet))]
-    alphabet[-1] = "ab"
+    alphabet[-2:] = "abc", "ab"  # no merge makes the first
     for key, value in extra.items():
+        if value is None:  # left out
+            continue
         kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}[type(value)]
         getattr(writer, f"add_{kind}")(key, value)
     for name, numbers in tensors.items():
@@ -415,6 +432,9 @@ def test_a_gguf_of_gemma_has_windows_two_ropes_and_a_start_token(gemma_gguf):
     with torch.inference_mode():
         logits = loaded.model(IDS[:, :40]).logits
     assert logits.isfinite().all() and logits.std() > 0.01
+    spaced = Metadata(gemma_gguf, "gemma3", {}, {"model": "llama"}, {}, {})
+    with pytest.raises(UserError, match="tokenizer.ggml.add_space_prefix=True, which transformers' tokenizer of it"):
+        follow_metadata(loaded.tokenizer, spaced)
 
 
 HEAD_DIM, THETA = 16, 10000.0
@@ -473,6 +493,81 @@ def test_the_scaling_of_a_gguf_is_applied(name, tmp_path):
     assert loaded.max_length == TINY_SHAPE["max_position_embeddings"]
 
 
+SPLIT_TEXT = "It's 12345'LL\n\n9 caf\xe9Time, (x)\n  y=$2;\t\u092c\u093eab"
+PIECES = {
+    "gpt-2": "It|'s| 12345|'|LL|\n|\n|9| caf\xe9Time|,| (|x|)|\n | y|=$|2|;|\t|\u092c|\u093e|ab",
+    "smollm": "It|'s| |1|2|3|4|5|'|LL|\n\n|9| caf\xe9Time|,| (|x|)|\n | y|=$|2|;|\t|\u092c|\u093e|ab",
+    "llama-bpe": "It|'s| |123|45|'LL|\n\n|9| caf\xe9Time|,| (|x|)\n| | y|=$|2|;|\t\u092c|\u093eab",
+    "dbrx": "It|'s| |123|45|'LL|\n\n|9| caf\xe9Time|,| (|x|)\n| | y|=$|2|;|\t\u092c|\u093eab",
+    "qwen2": "It|'s| |1|2|3|4|5|'LL|\n\n|9| caf\xe9Time|,| (|x|)\n| | y|=$|2|;|\t\u092c|\u093eab",
+    "stablelm2": "It|'s| |1|2|3|4|5|'LL|\n\n|9| caf\xe9Time|,| (|x|)\n| | y|=$|2|;|\t\u092c|\u093eab",
+    "qwen35": "It|'s| |1|2|3|4|5|'LL|\n\n|9| caf\xe9Time|,| (|x|)\n| | y|=$|2|;|\t\u092c\u093eab",
+    "tekken": "It|'s| |1|2|3|4|5|'LL|\n\n|9| caf\xe9|Time|,| (|x|)\n| | y|=$|2|;|\t\u092c\u093eab",
+    "gpt-4o": "It's| |123|45|'LL|\n\n|9| caf\xe9|Time|,| (|x|)\n| | y|=$|2|;|\t\u092c\u093eab",
+    "deepseek-coder": "It|'|s| |1|2|3|4|5|'|LL|\n|\n|9| caf\xe9Time|,| (|x|)|\n| | y|=$|2|;|\t|\u092c|\u093e|ab",
+    "deepseek-v3": "It|'s| |123|45|'LL|\n\n|9| caf\xe9Time|,| (|x|)\n| | y|=$|2|;|\t\u092c\u093eab",
+    "seed-coder": "It|'s| |1|2|3|4|5|'LL|\n\n|9| caf\xe9Time|,| (|x|)|\n| | y|=$|2|;|\t\u092c|\u093eab",
+    "bailingmoe": "It|'s| |1|2|3|4|5|'LL|\n\n|9| caf\xe9Time|,| (|x|)\n| | y|=$|2|;|\t\u092c|\u093eab",
+    "bloom": "It's| 12345'LL|\n\n|9| caf\xe9Time|, (|x|)\n | y=$2;|\t|\u092c\u093eab",
+    "viking": "It's| |1|2|3|4|5|'LL|\n\n|9| caf\xe9Time|, (|x|)\n | y=$|2|;|\t|\u092c\u093eab",
+    "falcon": "It|'|s| |123|45|'|LL|\n|\n|9| caf\xe9Time|,| |(|x|)|\n | y|=$|2|;|\t|\u092c|\u093e|ab",
+    "default": "It|'|s| |123|45|'|LL|\n|\n|9| caf\xe9Time|,| |(|x|)|\n | y|=$|2|;|\t|\u092c|\u093e|ab",
+}
+"""How `SPLIT_TEXT` is split, by a name of each split. Its last letters are Devanagari, the second a vowel sign."""
+STARTING = ("llama-bpe", "tekken")
+"""Those whose texts start with a token where the file does not say, and whose pieces need no merges."""
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_a_gguf_splits_texts_as_it_says(pre, tmp_path):
+    loaded = load_model(configured(write_tiny_gguf(tmp_path / "split.gguf", {"tokenizer.ggml.pre": pre})))
+    (config,) = (files.cache_dir() / "gguf").glob("*/config.json")
+    edit(config, model_type="qwen2")  # whose own class of tokenizer knows one split
+    for tokenizer in (loaded.tokenizer, tokenizer_of_random(configured(config.parent))):
+        found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(SPLIT_TEXT)
+        assert "|".join(SPLIT_TEXT[first:last] for _, (first, last) in found) == PIECES[pre]
+        assert start_ids(tokenizer) == ([1] if pre in STARTING else [])
+        assert tokenizer.tokenize("abc") == (["abc"] if pre in STARTING else ["ab", "c"])
+        is_composed = tokenizer("e\u0301").input_ids == tokenizer("\xe9").input_ids
+        assert is_composed == (pre in ("qwen2", "qwen35")), "as in Qwen's own tokenizer"
+
+
+def test_all_names_of_splits():
+    assert {SPLITS[name] for name in PIECES} == {*SPLITS.values()}
+    for name, regex in GGUF_PRE_TOKENIZER_SPLITS.items():
+        assert name not in SPLITS or SPLITS[name].regexes == (regex,), "as transformers has it"
+
+
+def test_a_gguf_says_whether_texts_start_with_a_token(tmp_path):
+    says = {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False}
+    assert start_ids(load_model(configured(write_tiny_gguf(tmp_path / "plain.gguf", says))).tokenizer) == []
+    says |= {"tokenizer.ggml.pre": "smollm", "tokenizer.ggml.add_bos_token": True}
+    assert start_ids(load_model(configured(write_tiny_gguf(tmp_path / "starting.gguf", says))).tokenizer) == [1]
+
+
+def test_digits_of_the_default_model_are_split_first(default_model):
+    rows = [f"{number}. item {number}\n\n   - {number * 3} pieces{number * 17:>9}" for number in range(1, 90)]
+    text, other = "\n\n".join(rows) + offline_text(), copy.deepcopy(default_model.tokenizer)
+    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    ])  # fmt: skip
+    ids = token_ids(text, default_model.tokenizer)
+    assert ids == token_ids(text, other)
+    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert ids != token_ids(text, other)
+
+
+def test_a_conversion_that_waits_for_another_says_so(tiny_gguf, capsys):
+    copies, said = source.copies_dir(), ""
+    copies.mkdir(parents=True)
+    with ThreadPoolExecutor(1) as pool, FileLock(copies.with_suffix(".lock")):
+        waiting = pool.submit(source.converted, tiny_gguf)
+        while not said and not waiting.done():
+            said = capsys.readouterr().err
+            time.sleep(0.01)
+    assert said == "tiny.gguf: waiting for another process's conversion\n" and waiting.result().is_dir()
+
+
 def test_the_tokens_that_end_a_turn_end_an_answer(tmp_path):
     ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
     loaded = load_model(configured(write_tiny_gguf(tmp_path / "eot.gguf", ends)))
@@ -492,6 +587,9 @@ def test_the_tokens_that_end_a_turn_end_an_answer(tmp_path):
         ({"llama.final_logit_softcapping": 30.0}, {}, "final_logit_softcapping=30.0, which transformers'"),
         ({"llama.new_key": 1}, {}, "llama.new_key=1, a key that is not known here"),
         ({}, {"blk.0.attn_q.bias": [0.0] * 64}, r"its tensors hold [\d,]+ weights, and the llama that transformers"),
+        ({"tokenizer.ggml.pre": "kimi-k2"}, {}, "its metadata say tokenizer.ggml.pre=kimi-k2, so how its tokenizer"),
+        ({"tokenizer.ggml.pre": None}, {}, "its metadata say no tokenizer.ggml.pre, so how its tokenizer splits"),
+        ({"split.count": 3}, {}, "odd.gguf: is one of 3 parts of a split GGUF, which are not read; join them"),
         ({"llama.block_count": 3}, {}, r"its tensors hold [\d,]+ weights, and the llama that transformers"),
         ({"llama.block_count": 10**6}, {}, "num_hidden_layers=1000000 must be at most 1,000"),
         ({"llama.block_count": 2**32 - 1}, {}, "num_hidden_layers=4294967295 must be at most 1,000"),
@@ -521,7 +619,7 @@ LEFT_OUT = {
 def test_what_transformers_leaves_out_of_a_family_is_taken(case):
     family, says, expected = LEFT_OUT[case]
     plain = AutoConfig.for_model(family)
-    metadata = Metadata(Path("x.gguf"), "llama" if family == "mistral" else family, says, [], {}, {})
+    metadata = Metadata(Path("x.gguf"), "llama" if family == "mistral" else family, says, {}, {}, {})
     found = with_metadata(plain, metadata)
     for name, value in expected.items():
         rope = getattr(found, "rope_parameters", None) or {}

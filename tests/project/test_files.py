@@ -115,15 +115,15 @@ def test_a_full_disk_names_the_file(tmp_path, capsys):
 
 
 def test_scratch_files_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path):
-    path = tmp_path / "notes[1].json"
-    left = {
-        name: tmp_path / name
-        for name in (".notes[1].json.abcd_f12", ".notes[1].json.zzzzzzzz", ".notes1.json.abcd_f12")
-    }
-    for each in left.values():
+    path, seen = tmp_path / "notes[1].json", []
+    for name in (path.name, "other.json"):  # of a killed run nothing else may ever be written
+        with files.replacing(tmp_path / name) as scratch:
+            seen.append(tmp_path / f"{scratch.name}{files.SCRATCH}")
+    living, old = tmp_path / f".{path.name}.0{files.SCRATCH}", time.time() - files.ABANDONED_S - 60
+    of_the_user = tmp_path / ".other.json.20261129"
+    for each in (*seen, living, of_the_user):
         each.touch()
-    old = time.time() - files.ABANDONED_S - 60
-    for name in (".notes[1].json.abcd_f12", ".notes1.json.abcd_f12"):
-        os.utime(left[name], (old, old))
+    for each in (*seen, of_the_user):
+        os.utime(each, (old, old))
     files.write_atomic(path, "new")
-    assert {each.name for each in tmp_path.iterdir()} == {path.name, ".notes[1].json.zzzzzzzz", ".notes1.json.abcd_f12"}
+    assert {*tmp_path.iterdir()} == {path, tmp_path / "other.json", living, of_the_user}

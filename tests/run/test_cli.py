@@ -18,10 +18,11 @@ from harness.errors import UserError
 from harness.results.record import flat
 from harness.run.cli import main
 from harness.run.compose import compose, load, override, read_override
+from harness.run.hints import MEANT, meant
 from harness.run.words import read_words
-from harness.settings.explain import run_help
-from harness.settings.schema import as_typed
-from tests.runs import outcome, refusal_of
+from harness.settings.explain import _sections, run_help
+from harness.settings.schema import as_typed, is_group, options
+from tests.runs import outcome, refusal_of, tiny_loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +51,7 @@ def test_a_sweep_with_a_budget_runs_the_full_cache_as_it_is(runs, capsys):
     assert main(["method=full", "budget=0.1"]) == main(["method=full"]) == 0
     assert len(runs.configs) == 3, "one run, whatever budget is given"
     assert main(["-m", "method=int4,h2o", "budget=0.2"]) == 2
-    assert "budget=0.2: method Full has no budget to set" in capsys.readouterr().err
+    assert "budget=0.2: method=int4: it has no budget to set, as" in capsys.readouterr().err
     assert main(["-m", "method=full,int4,h2o", "budget=nearest:0.2"]) == 0
     assert [(config.method_name, config.budget) for config in runs.configs[4:]] == [("int4", None), ("h2o", 0.2)]
 
@@ -105,6 +106,29 @@ REFUSED = {
     "hydra=null": "",
     "-m seed=range(1,2,0)": "",
     "seed": "seed: must be NAME=VALUE",
+    "h2o": "h2o: must be NAME=VALUE; type method=h2o",
+    "infinigen": "infinigen: must be NAME=VALUE; type method=infinigen or system=infinigen",
+    "board": "board: must be NAME=VALUE; type experiment=board",
+    "kv_recall": "kv_recall: must be NAME=VALUE; type experiment=tasks tasks=[kv_recall]",
+    "Qwen/Qwen3-8B": "Qwen/Qwen3-8B: must be NAME=VALUE; type model.hub_id=Qwen/Qwen3-8B",
+    "--method h2o": "--method: must be NAME=VALUE; type method=h2o",
+    "--num-samples=8": "--num-samples=8: must be NAME=VALUE; type num_samples=8",
+    "--batch 4": "--batch: must be NAME=VALUE; type batch_size=4, with",
+    "experiment=generate prompt=The capital of method=h2o": (
+        "capital: must be NAME=VALUE; type 'prompt=The capital of'"
+    ),
+    "prompt=Hello method=h2o": "prompt=Hello: needs experiment=generate",
+    "model=Qwen/Qwen3-8B": "model=Qwen/Qwen3-8B: chooses a file of conf/model; type model.hub_id=Qwen/Qwen3-8B",
+    "model=/": "model=/: chooses a file of conf/model; type model.path=/",
+    "model=./no.gguf": "model=./no.gguf: chooses a file of conf/model, and there is no such folder or file; type model",
+    "size=0.1": "unknown setting size: type budget=0.1, the share of the full cache",
+    "users=4": "unknown setting users: type batch_size=4",
+    "context_len=4096": "unknown setting context_len: type seq_len=2048",
+    "tasks=kv_recall,passkey": (
+        "tasks=kv_recall,passkey: is a sweep, which needs -m; as a list: tasks=[kv_recall,passkey]"
+    ),
+    "budget=10": "budget=10: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
+    "method=int4 budget=0.1": "budget=0.1: method=int4: it has no budget to set",
     "seed=${nothing}": "seed=${nothing}: must be a whole number",
     "method.alpha=${no.such}": "method.alpha=${no.such}: must be a number",
     "--config-dir=/nonexistent": "--config-dir=/nonexistent: settings are read from the project's conf/ alone; your",
@@ -120,7 +144,7 @@ REFUSED = {
     "method=null": "method=null: must be one name; allowed: adakv, ",
     "model={name:x}": "model={name:x}: must be one name",
     "-m method=full,null": "method=full,null: must be one name",
-    "method=full,h2o": "method=full,h2o: is a sweep, which needs -m",
+    "method=full,h2o": "method=full,h2o: is a sweep, which needs -m before it: -m method=full,h2o",
     "-m label=a,b": "label=a,b: names the same run several times; a sweep over systems is system=",
     "-m results_dir= seed=1,2": "results_dir=: is empty; must be a path",
     "results_dir=~nobody_of_this_name": "results_dir=~nobody_of_this_name: Hydra cannot read it",
@@ -195,6 +219,24 @@ def test_a_sweep_over_texts(runs):
     assert [config.task.system_instruction for config in runs.configs] == ["${a}", "b, ${seed}"]
 
 
+def test_a_hint_names_what_may_be_typed():
+    """Every setting and choice in a hint is one that there is."""
+    for hint in MEANT.values():
+        for name, value in re.findall(r"([\w.]+)=([^\s,]+)", hint):
+            assert is_group(name) and value in options(name) or name in settings_of_help(), hint
+    assert not any(map(meant, settings_of_help())), "a setting needs no hint"
+
+
+def settings_of_help() -> set[str]:
+    return {meaning.name for meanings in _sections().values() for meaning in meanings}
+
+
+def test_a_window_that_is_too_long_is_refused_before_the_model_loads(runs, capsys):
+    assert main(["method=full", "seq_len=100000"]) == 2
+    assert "error: seq_len=100000: smollm2-135m takes at most 8192 tokens" in capsys.readouterr().err
+    assert runs.loads == []
+
+
 def test_a_grid_without_a_method_is_refused(runs, capsys):
     assert main(["experiment=long", "sweep.methods=null", "status=true"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == ["error: sweep.runs: method=None: must be one name"]
@@ -263,3 +305,14 @@ def test_the_entry_point_refuses_in_one_line_with_and_without_the_environment(op
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert said in done.stderr
+
+
+def test_a_first_run_of_tasks_says_what_it_does_before_it_does_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("harness.model.load.load_model", lambda config: tiny_loaded())
+    words = ["method=full", "experiment=tasks", "tasks=[passkey]", "num_samples=2", "metadata.num_sentences=0"]
+    assert main(words) == 0
+    first, second, third, *_ = capsys.readouterr().err.splitlines()
+    assert first == "tasks Full cache: loading model smollm2-135m"
+    assert second == "tasks=passkey: reading the questions and making their prompts"
+    assert third == "passkey: answering 8 requests, from the first prompt on"

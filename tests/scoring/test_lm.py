@@ -2,6 +2,7 @@
 trace of how work was shared."""
 
 import io
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from harness.model.load import LoadedModel
 from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
+from harness.results.record import settings_id
 from harness.run.compose import load
 from harness.scoring import answers
 from harness.scoring.answers import Request, Score, score
@@ -26,11 +28,11 @@ from harness.scoring.evaluation import ReplayEngine, decode_rows
 from harness.scoring.lm import Prefill, ReplayLM
 from harness.scoring.question import QuestionFinder
 from harness.scoring.writing import Written, generate
-from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
+from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig, TaskConfig
 from methods.full import Full
 from tests.cases import CASES
 from tests.living import endless, open_live, setup_of, tiny
-from tests.tokens import byte_tokenizer, starting_tokenizer
+from tests.tokens import byte_tokenizer, framing_tokenizer, starting_tokenizer
 
 MAX_LENGTH = 512
 NEW = 12
@@ -198,7 +200,7 @@ def test_what_is_asked_for_a_text():
     assert found.prefill_len == (found.context_len + 9) // 2
 
 
-CUT = {"too_long": "truncate"}
+CUT = {"about": TaskConfig(too_long="truncate")}
 ROLLING = choices([(TEXTS[1],)], kind="loglikelihood_rolling")
 REFUSED = {
     "question 0: prefill=question finds no .* not there": (choices([("no separator", " x")]), {"prefill": QUESTION}),
@@ -239,8 +241,9 @@ def test_what_fits_is_taken():
     assert TOKENIZER.decode(request.prompt) == " long beginning"
 
 
-def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
-    tokenizer = starting_tokenizer()
+@pytest.mark.parametrize("made", [starting_tokenizer, framing_tokenizer])
+def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one(made):
+    tokenizer = made()
     lm, ids = language_model(tokenizer=tokenizer), TOKENIZER("ab")["input_ids"]
     start = [tokenizer.bos_token_id]
     assert lm.tok_encode("ab") == lm.tok_encode("<s>ab") == start + ids
@@ -297,6 +300,23 @@ def test_chat_templates(monkeypatch):
         lm.apply_chat_template(turns)
 
 
+def test_a_template_writes_the_same_day_every_day(monkeypatch):
+    template = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
+    turn = [{"role": "user", "content": "hello"}]
+    assert language_model().apply_chat_template(turn) == "26 Jul 2024 00:00 hello"
+    ids = set()
+    for day, written in (("2024-07-26", "26 Jul 2024"), ("2026-02-03", "03 Feb 2026")):
+        config = load(["experiment=tasks", "apply_chat_template=true", f"chat_date={day}"])
+        loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
+        lm = ReplayEngine(config, loaded, "task", sys.stderr).lm(DENSE)
+        assert lm.apply_chat_template(turn) == f"{written} 00:00 hello"
+        ids.add(settings_id(config, {}))
+    assert len(ids) == 2
+    with pytest.raises(UserError, match="^chat_date=tomorrow: must be a day such as 2024-07-26$"):
+        load(["experiment=tasks", "chat_date=tomorrow"])
+
+
 @pytest.mark.parametrize("given", ["^J", "86", None])
 def test_answers_begin_after_the_thinking_as_hflms(given, monkeypatch):
     template = "[{{ enable_thinking | default('unset') }}] {{ messages[0].content }}"
@@ -308,7 +328,8 @@ def test_answers_begin_after_the_thinking_as_hflms(given, monkeypatch):
         if thinks and given is None:
             continue
         stock = HFLM(**options, enable_thinking=thinks, think_end_token=given)
-        lm = language_model(enable_thinking=thinks, think_end_token=given)
+        about = TaskConfig(enable_thinking=thinks, think_end_token=given)
+        lm = language_model(about=about)
         turn = [{"role": "user", "content": "hello"}]
         assert lm.apply_chat_template(turn) == stock.apply_chat_template(turn)
         answers = lm.generate_until(asked)
@@ -377,6 +398,32 @@ def test_contexts_beyond_the_limit_are_cut_on_the_left_as_hflms():
         assert len(lm.truncated) == 2
 
 
+@pytest.mark.parametrize("made", [starting_tokenizer, framing_tokenizer])
+def test_what_is_left_of_a_text_stands_behind_the_start_token(made):
+    def split(request: Request) -> tuple[list[int], list[int]]:
+        ids = list(request.ids)
+        return ids[: request.context_len], ids[request.context_len :]
+
+    start, tokens = [made().bos_token_id], {text: TOKENIZER(text)["input_ids"] for text in (*TEXTS, LONGER)}
+    (question,) = planned(choices([(LONGER, " yes")]), tokenizer=made(), max_length=40, **CUT)
+    assert split(question) == (start + tokens[LONGER][-36:], TOKENIZER(" yes")["input_ids"])
+    (question,) = planned(texts(LONGER, max_gen_toks=20), tokenizer=made(), max_length=60, **CUT)
+    assert split(question) == (start + tokens[LONGER][-39:], [])
+    (question,) = planned(texts(LONGER, max_gen_toks=20), QUESTION, tokenizer=made(), max_length=80, **CUT)
+    assert TOKENIZER.decode(question.prompt) == "<s>somewhat longer"
+    whole = choices(*([(text,)] for text in TEXTS), kind="loglikelihood_rolling")
+    windows = planned(whole, tokenizer=made(), max_length=50)
+    for number, text in enumerate(TEXTS):
+        of_text = [split(request) for request in windows if request.document[1] == number]
+        assert sum((continuation for _, continuation in of_text), []) == tokens[text]
+        assert of_text[0][0] == start and all(len(context) + len(new) <= 51 for context, new in of_text)
+        done = len(of_text[0][1])
+        for context, continuation in of_text[1:]:
+            assert context == start + tokens[text][done - len(context) + 1 : done]
+            done += len(continuation)
+    assert len(windows) > len(TEXTS)
+
+
 @pytest.mark.parametrize(
     ("of_task", "differs"),
     [
@@ -396,9 +443,8 @@ def test_generation_kwargs_of_a_task_are_hflms(of_task, differs, monkeypatch):
 
 
 def test_what_has_no_decode_row_is_scored_densely_as_hflms():
-    """Choices of one token without a context, texts of one token, texts that are the start token alone, and answers
-    of one token."""
-    stock, starting = hflm(), HFLM(pretrained=tiny("gqa"), tokenizer=starting_tokenizer(), max_length=MAX_LENGTH)
+    """Choices of one token without a context, texts of one token and of none, and answers of one token."""
+    stock = hflm()
     asked = choices([("", "x"), ("", "y")], QUESTIONS[0], [("", "xy")])
     of_texts = choices([("a",)], [(TEXTS[1],)], [("",)], kind="loglikelihood_rolling")
     of_one_token = texts(*CONTEXTS, until=[], max_gen_toks=1)
@@ -413,8 +459,8 @@ def test_what_has_no_decode_row_is_scored_densely_as_hflms():
         ]
         lm = language_model(scorer=lambda each, name=name: scored(each, name)[0], tokenizer=starting_tokenizer())
         found = lm.loglikelihood_rolling(of_texts)
-        expected = starting.loglikelihood_rolling(of_texts, disable_tqdm=True)
-        assert [found[0], found[2]] == pytest.approx([expected[0], expected[2]], abs=1e-3) and lm.num_dense == 1
+        expected = stock.loglikelihood_rolling(of_texts[:1], disable_tqdm=True)  # which predicts no start token
+        assert [found[0], found[2]] == pytest.approx([*expected, 0], abs=1e-3) and lm.num_dense == 1
     lm = language_model()
     assert lm.generate_until(of_one_token) == stock.generate_until(of_one_token, disable_tqdm=True)
     assert lm.num_dense == 3

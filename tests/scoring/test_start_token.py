@@ -1,4 +1,5 @@
-"""A tokenizer that starts every text with a token: each kind of run gives the model that token once, at the front."""
+"""A tokenizer that starts every text with a token: each kind of run gives the model that token once, at the front. One
+that also ends every text with a token: no run gives the model that token."""
 
 import pytest
 
@@ -10,14 +11,14 @@ from harness.model.tiny import tiny_model
 from harness.scoring.evaluation import run_turns
 from harness.scoring.long_decode import run_long_decode
 from harness.speed.latency import run_latency
-from tests.tokens import starting_tokenizer
+from tests.tokens import framing_tokenizer, starting_tokenizer
 
 SHORT = {"seq_len": 96, "prefill_len": 32, "calibration.num_tokens": 64, "platform.link_gbps": 1, "num_windows": 2}
 MIXED = {
     "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 32, "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 24, "max_position_embeddings": 2048,
 }  # fmt: skip
-START = starting_tokenizer().bos_token_id
+START, END = starting_tokenizer().bos_token_id, starting_tokenizer().eos_token_id
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +30,10 @@ def network():
     return model
 
 
-@pytest.fixture
-def model(network, tmp_path, monkeypatch):
+@pytest.fixture(params=[starting_tokenizer, framing_tokenizer])
+def model(request, network, tmp_path, monkeypatch):
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))  # so that it calibrates
-    return harness.load(network, starting_tokenizer(), results_dir=str(tmp_path / "results"), **SHORT)
+    return harness.load(network, request.param(), results_dir=str(tmp_path / "results"), **SHORT)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def prompts(monkeypatch):
 def assert_started(prompts):
     assert prompts
     for prompt in prompts:
-        assert prompt[0] == START and prompt.count(START) == 1, prompt[:4]
+        assert prompt[0] == START and prompt.count(START) == 1 and END not in prompt, prompt
 
 
 def text_from(offset, count):

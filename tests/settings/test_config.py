@@ -239,7 +239,7 @@ REFUSED = {
     "budget=10%": None,
     "budget=nearest:10%": None,
     "budget=%": "budget=%: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
-    "budget=110%": "budget=1.1: must be above 0 and at most 1",
+    "budget=110%": "budget=110%: must be a share of the full cache such as 0.16",
     "prefill_len=1024": "prefill_len=1024, seq_len=1024: seq_len must be at least 1026",
     "prefill_len=0": "prefill_len=0: must be at least 1 under a method",
     "kind=taks": "kind=taks: did you mean 'tasks'?",

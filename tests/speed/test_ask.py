@@ -59,7 +59,7 @@ def test_each_question_is_answered_as_if_it_were_the_only_one(model, method, pla
     words = METHODS[method] | {"method": method, "placement": placement}
     together = model.ask(CONTEXT, QUESTIONS, **words, **SHORT)
     alone = [model.ask(CONTEXT, [question], **words, **SHORT) for question in QUESTIONS]
-    shared = ["question", "answer", "num_tokens", "budget"]
+    shared = ["method", "asked_budget", "question", "answer", "num_tokens", "budget"]
     pd.testing.assert_frame_equal(together[shared], pd.concat(alone, ignore_index=True)[shared], check_exact=True)
     assert list(together.question) == QUESTIONS and set(together.num_tokens) == {NEW}
     settings = {name: value for name, value in SHORT.items() if name not in ("max_new_tokens", "quiet")}
