@@ -25,7 +25,7 @@ APART = "x"
 """The marker of a method that is not compared."""
 BUDGET_INCHES = (6.4, 3.6)
 SPREAD = 0.08
-"""How far the markers of one budget lie from it, as a logarithm."""
+"""How far the bars of one budget lie from it, as a logarithm."""
 SHIFT = 0.18
 """Of the lines between a method's markers of two lengths."""
 RATIO_AXIS = "KL / oracle's KL"
@@ -37,7 +37,8 @@ def budget(tables: data.Tables, name: str) -> Figure | None:
     """KL against the budget, on the shortest windows; None without two budgets in
     `board-methods.csv`.
 
-    A bar is the 95 % interval of the ratio to the oracle's KL, times the oracle's KL.
+    A marker stands at its budget, its bar beside it: the 95 % interval of the ratio to the oracle's
+    KL, times the oracle's KL.
     """
     rows = _first_board(tables.read(METHODS, columns.BOARD))
     rows = rows[rows.ratio.notna() & (rows.ratio > 0) & rows.apart.isna()]
@@ -55,9 +56,14 @@ def budget(tables: data.Tables, name: str) -> Figure | None:
         oracles = line.kl_nats / line.ratio
         below = line.kl_nats - oracles * line.ratio_low
         above = oracles * line.ratio_high - line.kl_nats
-        x = 100 * line.asked_budget * np.exp(shift[place])  # side by side, so that bars are seen
-        bars = np.array([below, above]) if line.ratio_low.notna().all() else None
-        style.error_line(axes, x, line.kl_nats, bars, name=label, like=style.look(label))
+        look, x = style.look(label), 100 * line.asked_budget
+        style.error_line(axes, x, line.kl_nats, None, name=label, like=look)
+        if line.ratio_low.notna().all():
+            beside = x * np.exp(shift[place])  # where a bar hides no other
+            bars = np.array([below, above])
+            axes.errorbar(
+                beside, line.kl_nats, bars, color=look.color, fmt="_", markersize=3, elinewidth=0.8
+            )
     style.log_x(axes)
     style.log_y(axes)
     ticks = 100 * np.sort(rows.asked_budget.unique())
@@ -69,7 +75,7 @@ def budget(tables: data.Tables, name: str) -> Figure | None:
     counts = f"{rows.num_models.max():.0f} models, {rows.num_windows.max():.0f} windows"
     shown = f"{counts} of {rows.seq_len.max():,.0f} tokens: geometric mean"
     bars_are = f"bars: 95 % interval of the ratio to the oracle's KL, {many}"
-    return style.finish(figure, f"{shown}; {bars_are}; markers are spread for legibility")
+    return style.finish(figure, f"{shown}; {bars_are}, beside its marker")
 
 
 def _first_board(rows: pd.DataFrame) -> pd.DataFrame:

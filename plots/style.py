@@ -157,10 +157,13 @@ def applied() -> AbstractContextManager[None]:
 def new(
     num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of at least one panel, at most three a row, with room above for the legend."""
+    """A figure of at least one panel, at most three a row, with room above for the legend. One
+    panel is as wide as two."""
     columns = 2 if num_panels == 4 else min(num_panels, 3)
     rows = -(-num_panels // columns)
     width, height = panel_inches
+    if num_panels == 1 and panel_inches == PANEL_INCHES:
+        width *= 2
     figure = Figure(figsize=(columns * width, rows * height + 0.6), layout="constrained")
     axes = [figure.add_subplot(rows, columns, index + 1) for index in range(num_panels)]
     return figure, axes

@@ -103,6 +103,12 @@ def own_results_alone(monkeypatch) -> None:
     monkeypatch.setattr("harness.settings.paths.RESULTS", "no-folder-of-a-test")
 
 
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch) -> None:
+    """A test is a process of its own, as far as lines go that are said once."""
+    monkeypatch.setattr("harness.scoring.progress._said", set())
+
+
 @pytest.fixture
 def shipped_beside(own_results_alone, monkeypatch) -> None:
     """The shipped results stand beside `./outputs`, as they do for users."""

@@ -14,9 +14,10 @@ from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.errors import UserError
@@ -30,8 +31,9 @@ from harness.report.sections import (
     entries_of,
     sections_of,
 )
-from harness.results import columns
+from harness.results import board_page, columns, summary
 from harness.results.archive import opened
+from harness.results.board import SAYS
 from harness.results.columns import TableRow
 from harness.results.metrics import GIB, MISSING
 from harness.results.record import Record, read_all
@@ -40,6 +42,8 @@ from harness.settings.kinds import BOARD
 from harness.settings.paths import COMMAND, RESULTS, models_beside
 
 HERE = Path(__file__).parent
+FIRST = "budget"
+"""The figure of the shipped results that the report opens with."""
 
 
 def write_report(results: str | Path = RESULTS, output: str | Path | None = None) -> Path:
@@ -98,7 +102,8 @@ def _render(folder: Path) -> str:
         pages=pages,
         explorer=explored,
         explorer_page=sections[BOARD].entry.page if boards else None,
-        beside=list(filter(None, folders)),
+        lead=_lead(sections),
+        beside={name: NOTES["beside"].get(name, "") for name in filter(None, folders)},
         sources=SOURCES,
         glossary=NOTES["glossary"],
         script=scripts[0],
@@ -110,6 +115,33 @@ def _render(folder: Path) -> str:
         is_number=lambda text: text == MISSING or re.match(r"[-+]?\d", text) is not None,
         words=WORDS,
     )
+
+
+class Lead(NamedTuple):
+    """What the report opens with. said: the result, in sentences."""
+
+    section: Section
+    said: str
+
+
+def _lead(sections: Mapping[str, Section]) -> Lead | None:
+    """The first figure with runs of one's own; else that of the board, else the first. None without
+    a figure."""
+    drawn = [section for section in sections.values() if section.parts[0].image]
+    own = [section for section in drawn if section.has_own]
+    boards = [section for section in drawn if section.entry.name == FIRST]
+    for section in (*own, *boards, *drawn):
+        part = section.parts[0]
+        of_board = [row for row in part.rows if columns.shape_of(row) == "board"]
+        budget = yaml.safe_load(SAYS.read_text(encoding="utf-8"))["readme"]["budget"]
+        compared = board_page.shortest(of_board, budget)
+        if compared:
+            return Lead(section, board_page.said_of(compared))
+        said = "" if section.has_own else part.finding or ""
+        if section.has_own and columns.shape_of(part.rows[0]) == "accuracy":
+            said = summary.said([row for row in part.rows if not row.get("shipped")])
+        return Lead(section, said)
+    return None
 
 
 def _missing(

@@ -5,6 +5,7 @@ A sentence of finding stands where `findings.yaml` of the results gives one, bes
     fig11: At a tenth of the cache InfiniGen loses ...
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
@@ -34,6 +35,10 @@ SOURCES = {
     "modelled": "predicted by the cost model, never run",
     "published": "quoted from the paper or another project",
 }
+OF_SHIPPED = "Of the shipped runs:"
+ZOOM = 1.6 * 96 / 72
+"""CSS pixels of a page for a point of a figure, so that its letters have the size of the page's."""
+POINTS = re.compile(r"([\d.]+)pt")
 SAFE_IN_URI = " !$&'()*+,-./:;=?@_"
 """Letters of a picture that stand as they are in a data URI."""
 
@@ -49,14 +54,22 @@ class Entry(NamedTuple):
     page: str
 
 
+class Image(NamedTuple):
+    """A figure. uri: of its data. width: of the page, in CSS pixels; None where the file names
+    none."""
+
+    uri: str
+    width: int | None
+
+
 class Part(NamedTuple):
     """What one results folder has of a figure or table. where: "" for the folder that is reported,
-    the name of a folder within it. image: a data URI. sheets: by table. elsewhere: the section that
+    the name of a folder within it. sheets: by table. elsewhere: the section that
     shows a table, by table."""
 
     where: str
     finding: str | None
-    image: str | None
+    image: Image | None
     sheets: Mapping[str, Sequence[Sheet]]
     elsewhere: Mapping[str, str]
     published: Sheet | None
@@ -74,6 +87,12 @@ class Section(NamedTuple):
         """What its numbers are, in the order of `SOURCES`."""
         found = {row.get("source") for part in self.parts for row in part.rows}
         return [source for source in SOURCES if source in found]
+
+    @property
+    def has_own(self) -> bool:
+        """Whether numbers of it are of runs that are not shipped."""
+        rows = [row for row in self.parts[0].rows if "shipped" in row]
+        return any(row["source"] != "modelled" and not row["shipped"] for row in rows)
 
 
 def entries_of(folders: Sequence[Path] = ()) -> list[Entry]:
@@ -132,8 +151,11 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
             origins[path.stem] = path.parents[1]
             tables[path.stem] = read_table(path)
         said: dict[str, str] = {}
-        for home in filter(None, (shipped_beside(folder), folder)):
-            said |= findings(home / "findings.yaml", names)
+        shipped = shipped_beside(folder)
+        if shipped is not None:
+            for name, words in findings(shipped / "findings.yaml", names).items():
+                said[name] = f"{OF_SHIPPED} {words}"
+        said |= findings(folder / "findings.yaml", names)
         results.append(Results(where, folder, origins, tables, said))
     homes: dict[str, str] = {}  # the section that shows a table: of its name, or the first
     for entry in entries:
@@ -217,18 +239,22 @@ def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
     return sentences
 
 
-def embed(path: Path) -> str:
+def embed(path: Path) -> Image:
     """An SVG as a data URI: an image runs no script and loads nothing.
 
     Raises UserError for a file that is none.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        if not ElementTree.fromstring(text).tag.endswith("svg"):
+        root = ElementTree.fromstring(text)
+        if not root.tag.endswith("svg"):
             raise ValueError(path)
     except (OSError, ValueError, ElementTree.ParseError) as error:
         raise UserError(f"{path}: not an SVG image; `python -m plots` draws it anew") from error
-    return "data:image/svg+xml," + quote(" ".join(text.split()), safe=SAFE_IN_URI)
+    points = POINTS.fullmatch(root.get("width", ""))
+    width = None if points is None else round(ZOOM * float(points[1]))
+    uri = "data:image/svg+xml," + quote(" ".join(text.split()), safe=SAFE_IN_URI)
+    return Image(uri, width)
 
 
 # Numbers beside numbers: the paper's beside ours

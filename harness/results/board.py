@@ -97,6 +97,14 @@ def write(results: Path) -> Path:
     return page
 
 
+def shown(results: Path) -> str:
+    """What is printed once the board is written: its table, and the page's path. Raises as
+    `write`."""
+    says, page = yaml.safe_load(SAYS.read_text(encoding="utf-8")), write(results)
+    rows = columns.read_table(results / "tables" / f"{NAME}.csv")
+    return f"{board_page.printed(rows, says['readme']['budget'])}\n\n{page}".strip()
+
+
 def make(sources: Sources, says: Mapping[str, Any]) -> tuple[dict[str, list[TableRow]], Models]:
     """The rows of the tables `SHAPES`, and the models. says: the content of `board.yaml`.
 
@@ -260,7 +268,7 @@ def _of_answers(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the board and print its path; returns the exit code."""
+    """Write the board, print its table and its path; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m harness.results.board", description="Write the board."
     )
@@ -271,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="a results folder, which gets the page; folders within it count",
     )
     args = parser.parse_args(argv)
-    return exit_code(lambda: print(write(args.results)))
+    return exit_code(lambda: print(shown(args.results)))
 
 
 if __name__ == "__main__":

@@ -71,10 +71,10 @@ def _difference(row: TableRow, name: str = "answers_difference") -> str:
     return show_interval(_show_points, row, name)
 
 
-def _range(column: Metric, row: TableRow) -> str:
+def _range(column: Metric, row: TableRow, between: str = " to ") -> str:
     """The least and the largest of the models, once where they are equal when rounded."""
     ends = row.get(f"{column.name}_low"), row.get(f"{column.name}_high")
-    return show_range(column, ends, " to ")
+    return show_range(column, ends, between)
 
 
 def _budget_words(budget: float | None) -> str:
@@ -114,6 +114,67 @@ def page(
     of_budgets = [claim for claim in claims if claim["asked_budget"] in budgets]
     sheets = [*_readme(first, of_models, readme), *methods_sheets(first)]
     return markdown("board", words, [*sheets, *by_memory(first), *claims_sheets(of_budgets)])
+
+
+def printed(rows: Sequence[TableRow], budget: float) -> str:
+    """The first board at a budget (else at its smallest) for a terminal: the methods that are the
+    closest on the shortest windows, one's own, and what the table says. "" without any."""
+    from harness.results.summary import MAX_ROWS, SHARES, printed_sheet, wrapped  # loads pandas
+
+    found = shortest(rows, budget)
+    if not found:
+        return ""
+    own = [row for row in found if not row.get("shipped")]
+    has_shipped = len(own) < len(found)
+    closest = [row for row in found if row not in own][: max(0, MAX_ROWS - len(own))]
+    shown = [row for row in found if row in own or row in closest]
+    marked, notes = mark_own(shown, "label")
+    headings: Shown = {
+        "method": itemgetter("label"),
+        "rank": lambda row: _place(row).replace(" to ", "-"),
+        metrics.RATIO.heading: _ratio,
+        "answers": _marked_difference,
+    }
+    for heading, share in SHARES.items():
+        headings[heading] = partial(_range, share, between="-")
+    if len(shown) < len(found):
+        which = ", the closest and one's own" if own and has_shipped else ", the closest"
+        notes = [*notes, f"{len(shown)} of {len(found)} methods{which}."]
+    words = "Brackets: 95 % intervals. Answers: minus the full cache's, in points."
+    notes = [words, _counts(found[0]), *_notes_on_answers(shown), *notes]
+    title = f"board, {_setting_words(found[0])}"
+    sheet = sheet_of(title, marked, headings, notes=notes)
+
+    return f"{printed_sheet(sheet)}\n\n{wrapped(said_of(found))}"
+
+
+def shortest(rows: Sequence[TableRow], budget: float) -> list[TableRow]:
+    """The compared methods of the first board on its shortest windows, at a budget or else at the
+    smallest."""
+    compared = where(first_board(rows), "apart", "")
+    budgets = {row["asked_budget"] for row in compared}
+    if not budgets:
+        return []
+    at_budget = where(compared, "asked_budget", budget if budget in budgets else min(budgets))
+    return where(at_budget, "seq_len", min(row["seq_len"] for row in at_budget))
+
+
+def said_of(found: Sequence[TableRow]) -> str:
+    """What the compared methods of one board show, the closest first, in sentences."""
+    near, ends = found[0], [row for row in found if row.get("ratio_low") is not None]
+    closer = [row for row in ends if row["ratio_high"] < 1]
+    farther = [row for row in ends if row["ratio_low"] > 1]
+    models = f"{near['num_models']} models" if near["num_models"] > 1 else near["model"]
+    said = [
+        f"Of {len(found)} methods ({_setting_words(near)}, {models}) {near['label']} is closest to "
+        f"the full cache: its KL is {_ratio(near)} times that of the oracle, which selects by the "
+        f"exact scores. {len(closer)} are certainly (95 %) closer than the oracle, {len(farther)} "
+        "certainly farther."
+    ]
+    own = [row for row in found if not row.get("shipped")]
+    for row in own if len(own) < len(found) else ():
+        said.append(f"{row['label']}: rank {_place(row)}, KL {_ratio(row)} times the oracle's.")
+    return " ".join(said)
 
 
 def first_board(rows: Sequence[TableRow]) -> list[TableRow]:
@@ -156,13 +217,14 @@ def _counts(row: TableRow) -> str:
 def methods_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     """A line a compared method, in the order of the rows."""
 
-    def rank(row: TableRow) -> str:
-        return f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
-
-    ranks: Shown = {f"rank of {rows[0]['num_compared']}": rank}
+    ranks: Shown = {f"rank of {rows[0]['num_compared']}": _place}
     dense = shown_as_is(named("dense_numbers"))
     shown = _LABEL | ranks | _RATIO | _ANSWERS | _SHARES_SHOWN | _step(rows) | dense
     return sheet_of(title, rows, shown, notes=_notes(rows))
+
+
+def _place(row: TableRow) -> str:
+    return f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
 
 
 def _step(rows: Iterable[TableRow]) -> Shown:
@@ -176,9 +238,12 @@ def _shown_step(row: TableRow) -> str:
 
 def _notes(rows: Sequence[TableRow]) -> list[str]:
     """The meaning of the marks of answers, and as `_notes_on_steps`."""
+    return _notes_on_answers(rows) + _notes_on_steps(rows)
+
+
+def _notes_on_answers(rows: Sequence[TableRow]) -> list[str]:
     marks = set(chain.from_iterable(map(_marks, having(rows, "answers_difference"))))
-    on_answers = [f"{mark} {words}" for mark, words in ANSWER_MARKS.items() if mark in marks]
-    return on_answers + _notes_on_steps(rows)
+    return [f"{mark} {words}" for mark, words in ANSWER_MARKS.items() if mark in marks]
 
 
 def _notes_on_steps(rows: Iterable[TableRow]) -> list[str]:

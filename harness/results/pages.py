@@ -1,12 +1,12 @@
 """Pages of tables: the sheets that rows make. Rows of records and of a CSV give the same pages."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from harness.results import board_page, board_sources, columns, metrics
 from harness.results.columns import TableRow, grouped, having, named, shape_of, values
+from harness.results.lines import Key, lines_of, pairs_of_settings, shared
 from harness.results.metrics import MISSING
 from harness.results.sheet import (
     Sheet,
@@ -14,19 +14,11 @@ from harness.results.sheet import (
     markdown,
     note,
     sheet_of,
-    show_difference,
     show_range,
+    show_score,
     shown_as_is,
-    terminal,
 )
 
-SCORES = ("acc", "exact_match", "perplexity")
-"""Metrics of `METRICS` that every run on a task or text measures."""
-BRIEF = (
-    *SCORES, "generated_tokens", "at_limit", "kl_nats", "top1_agreement", "text_perplexity",
-    "first_divergence", "repetition",
-)  # fmt: skip
-"""Metrics of `METRICS` that a terminal shows."""
 LENGTHS = ("generated_tokens", "at_limit")
 """Metrics of `METRICS` that say how long answers are: a sheet of their own beside several tasks."""
 BRIEF_SPEED = (
@@ -43,9 +35,6 @@ SHOWN_OF_CAPACITY = (
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
 PUBLISHED_HEADER = ["model", "series", "x_name", "x", "metric", "value", "kind"]
-
-Key = tuple[str, str]
-"""Task and metric of a column."""
 
 
 def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
@@ -95,51 +84,35 @@ def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
 
 def render_terminal(rows: Sequence[TableRow]) -> str:
     """The tables for a terminal, with the most important columns; "" without rows."""
-    hidden = set(columns.names(NUMBERS_OF_SPEED)).difference(BRIEF_SPEED)
-    shown = []
+    from harness.results import summary  # here, as a command's help needs no pandas
+
+    texts = [summary.printed([row for row in rows if shape_of(row) == "accuracy"])]
+    others = []
     for row in rows:
-        shape = shape_of(row)
-        if shape == "latency":
-            shown.append({name: value for name, value in row.items() if name not in hidden})
-        elif shape != "accuracy":
-            shown.append(row)
-        elif not columns.is_part(row):
-            name = row["metric"].partition(",")[0]
-            if name in BRIEF or name not in metrics.METRICS:
-                shown.append(row)
-    return "\n\n".join(map(terminal, sheets_of(shown)))
+        if shape_of(row) == "latency":
+            others.append({name: value for name, value in row.items() if name not in NOT_BRIEF})
+        elif shape_of(row) != "accuracy":
+            others.append(row)
+    texts += map(summary.printed_sheet, sheets_of(others))
+    return "\n\n".join(filter(None, texts))
 
 
 # Settings
 
 
-def pairs_of_settings(row: TableRow) -> list[str]:
-    """The settings of a row, `a=[1, 2], b=3`, as its parts."""
-    return list(filter(None, re.split(r", (?=[\w.]+=)", row.get("settings") or "")))
-
-
-def _shared_settings(rows: Sequence[TableRow]) -> list[str]:
-    """Settings that all rows of a column share, if there are several; they tell none apart."""
-    if len(rows) < 2:
-        return []
-    shared = pairs_of_settings(rows[0])
-    for row in rows[1:]:
-        own = pairs_of_settings(row)
-        shared = [pair for pair in shared if pair in own]
-    return shared
-
-
 def _own_settings(rows: Sequence[TableRow]) -> tuple[list[TableRow], list[str]]:
-    shared = _shared_settings(rows)
+    """The rows without the settings that all of several share, which tell none apart."""
+    pairs = [pairs_of_settings(row.get("settings")) for row in rows]
+    known = shared(pairs) if len(rows) > 1 else set()
     found = []
-    for row in rows:
-        own = [pair for pair in pairs_of_settings(row) if pair not in shared]
+    for row, of_row in zip(rows, pairs, strict=True):
+        own = [pair for pair in of_row if pair not in known]
         found.append(row | {"settings": ", ".join(own)})
-    return found, _note_on_settings(shared)
+    return found, _note_on_settings(pair for pair in pairs[0] if pair in known)
 
 
-def _note_on_settings(shared: Iterable[str]) -> list[str]:
-    words = ", ".join(dict.fromkeys(shared))
+def _note_on_settings(pairs: Iterable[str]) -> list[str]:
+    words = ", ".join(dict.fromkeys(pairs))
     return [f"Settings of all runs: {words}."] if words else []
 
 
@@ -168,16 +141,6 @@ def _is_length(row: TableRow) -> bool:
     return row["metric"].partition(",")[0] in LENGTHS
 
 
-class _Line(NamedTuple):
-    """A line of a sheet: the rows of one or more runs by column. settings: those that not all
-    share."""
-
-    method: str
-    label: str
-    settings: str
-    rows: dict[Key, TableRow]
-
-
 def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     by_key = grouped(rows, itemgetter("task", "metric"))
     of_key = _headings(by_key)
@@ -188,51 +151,22 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         metrics.RESIDENT_FRAC,
     )
     shares = [metrics.BUDGET, *columns.with_values(beside, rows)]
-    lines = []
-    hidden: list[str] = []
-    for line in _lines(rows, by_key):
-        shown = [line.label, line.settings or MISSING]
+    of_lines = lines_of(rows)
+    known = shared(line.settings for line in of_lines) if len(of_lines) > 1 else set()
+    shown = []
+    told: list[str] = []
+    for line in of_lines:
+        own = [pair for pair in line.settings if pair not in known]
+        cells = [line.label, ", ".join(own) or MISSING]
         for column in shares:
-            shown.append(show_range(column, [row.get(column.name) for row in line.rows.values()]))
+            cells.append(show_range(column, [row.get(column.name) for row in line.rows.values()]))
         for key in of_key:
-            shown.append(_value(line.rows[key]) if key in line.rows else MISSING)
-        lines.append(shown)
+            cells.append(show_score(line.rows[key]) if key in line.rows else MISSING)
+        shown.append(cells)
         for row in line.rows.values():
-            told = pairs_of_settings({"settings": line.settings})
-            hidden += [pair for pair in pairs_of_settings(row) if pair not in told]
+            told += [pair for pair in pairs_of_settings(row["settings"]) if pair not in own]
     header = [column.heading for column in (metrics.LABEL, metrics.SETTINGS, *shares)]
-    notes = _note_on_settings(hidden)
-    return Sheet(title, [*header, *of_key.values()], lines, notes=notes)
-
-
-def _lines(rows: Sequence[TableRow], by_key: Mapping[Key, Sequence[TableRow]]) -> list[_Line]:
-    """A line per run; a run joins the first line of its identity that has none of its columns.
-
-    The full cache comes first, the others by label, budget, length and settings.
-    """
-    shared = {key: _shared_settings(of_column) for key, of_column in by_key.items()}
-    lines: list[_Line] = []
-    for of_run in grouped(rows, itemgetter("run_id", "method", "label", "settings")).values():
-        first, of_keys = of_run[0], {(row["task"], row["metric"]): row for row in of_run}
-        settings = []
-        for pair in pairs_of_settings(first):
-            if not all(pair in shared[key] for key in of_keys):
-                settings.append(pair)
-        line = _Line(first["method"], first["label"], ", ".join(settings), of_keys)
-        for other in lines:
-            if other[:3] == line[:3] and other.rows.keys().isdisjoint(of_keys):
-                other.rows.update(of_keys)
-                break
-        else:
-            lines.append(line)
-    return sorted(lines, key=_order_of_line)
-
-
-def _order_of_line(line: _Line) -> tuple[Any, ...]:
-    rows = line.rows.values()
-    budget = min(row["budget"] or 0 for row in rows)
-    length = max(row["seq_len"] or 0 for row in rows)
-    return budget < 1, line.label, budget, length, line.settings
+    return Sheet(title, [*header, *of_key.values()], shown, notes=_note_on_settings(told))
 
 
 def _headings(by_key: Mapping[Key, list[TableRow]]) -> dict[Key, str]:
@@ -263,17 +197,10 @@ def _heading(row: TableRow) -> str:
     return f"{row['task']} {metrics.quantity(row['metric']).heading}"
 
 
-def _value(row: TableRow) -> str:
-    difference = row.get("difference")
-    stderr = row["stderr"] if difference is None else row.get("difference_stderr")
-    detectable, contexts = row.get("detectable"), row.get(metrics.NUM_CONTEXTS.name)
-    shown = metrics.quantity(row["metric"])
-    return show_difference(shown, row["value"], stderr, difference, detectable, contexts)
-
-
 # Speed: a line per timed run
 
 NUMBERS_OF_SPEED = [column for column in columns.LATENCY if column.digits is not None]
+NOT_BRIEF = {column.name for column in NUMBERS_OF_SPEED}.difference(BRIEF_SPEED)
 
 
 def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:

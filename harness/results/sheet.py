@@ -3,6 +3,7 @@
 Seconds become ms and bytes GiB here (`Metric.show`), and only here.
 """
 
+import math
 import re
 import shutil
 import textwrap
@@ -16,7 +17,17 @@ from tabulate import tabulate
 
 from harness.errors import printable, shortened
 from harness.results.columns import TableRow
-from harness.results.metrics import APART, CLAIM, LABEL, MISSING, SETTINGS, Metric
+from harness.results.metrics import (
+    APART,
+    CLAIM,
+    LABEL,
+    MISSING,
+    NUM_CONTEXTS,
+    POSITIVE,
+    SETTINGS,
+    Metric,
+    quantity,
+)
 from harness.results.stats import critical_value
 
 T = TypeVar("T")
@@ -31,6 +42,11 @@ MARKUP = re.compile(
     r"|\](?=[(\[])|:(?=//)|(?<=www)\.|@(?=[\w.-]+\.)"  # links, addresses
 )
 """Characters that Markdown would interpret."""
+RIGHT_OR_WRONG = ("acc", "acc_norm", "exact_match")
+"""Metrics that are the share of questions that were answered right."""
+OF_WINDOWS = ("perplexity", "perplexity_full", "kl_nats", "top1_agreement")
+"""Metrics whose contexts are windows of a text."""
+ROUNDING = 1e-6
 OWN = "*"
 """Mark of one's own runs in a table that also has shipped rows."""
 OWN_NOTE = f"{OWN} One's own run; the other rows are shipped with the project."
@@ -94,28 +110,92 @@ def show_range(column: Metric, values: Iterable[float | None], between: str = "-
     return least if least == most else f"{least}{between}{most}"
 
 
-def show_difference(
-    column: Metric,
-    value: float | None,
-    stderr: float | None,
-    difference: float | None,
-    detectable: float | None,
-    num_contexts: float | None = None,
-) -> str:
-    """`value` and its difference to the full cache: "37.5 (-50.0 ± 6.1)", "62.5 (no difference ≥
-    8.2)".
+FEWEST_CONTEXTS = 3
+"""Of an interval: with two it would go 12.7 standard errors to each side."""
+COUNTED = 20
+"""Fewer questions are counted: "2 of 3"."""
+SCORE_DIGITS, ERROR_DIGITS = 4, 2
 
-    stderr: of the difference, or of the value if there is no difference. num_contexts: as of
-    `critical_value`.
+
+class Interval(NamedTuple):
+    """The 95 % interval (Student's t) of a difference, in the unit of its heading."""
+
+    low: float
+    high: float
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether zero lies outside."""
+        return self.low > 0 or self.high < 0
+
+    def show(self) -> str:
+        """`-245 to +1,195`, with two digits of the end that is farther from zero."""
+        decimals = decimals_of(max(abs(self.low), abs(self.high)), ERROR_DIGITS)
+        return f"{self.low:+,.{decimals}f} to {self.high:+,.{decimals}f}"
+
+
+def decimals_of(value: float, digits: int) -> int:
+    """Decimals of a number that has so many digits; none of 0."""
+    return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+
+
+def interval_of(row: TableRow) -> Interval | None:
+    """The interval of a row's difference to the full cache; None where none is known."""
+    difference, stderr = row.get("difference"), row.get("difference_stderr")
+    contexts = row.get(NUM_CONTEXTS.name)
+    if difference is None or stderr is None or (contexts or FEWEST_CONTEXTS) < FEWEST_CONTEXTS:
+        return None
+    factor, half_width = quantity(row["metric"]).factor, critical_value(contexts) * stderr
+    return Interval(factor * (difference - half_width), factor * (difference + half_width))
+
+
+def counted(row: TableRow) -> str | None:
+    """Right answers as "2 of 3", where they are few, all or none; None elsewhere.
+
+    A standard error says nothing of these.
     """
+    value, number = row["value"], row.get("num_samples")
+    if row["metric"].partition(",")[0] not in RIGHT_OR_WRONG or not number:
+        return None
+    right = value * number
+    if abs(right - round(right)) > ROUNDING or number >= COUNTED and 0 < right < number:
+        return None
+    return f"{right:.0f} of {number:.0f}"
+
+
+def show_value(row: TableRow) -> str:
+    """A row's value: a perplexity of any size with four digits, right answers as `counted`."""
+    shown = quantity(row["metric"])
+    if shown.unit is not POSITIVE or not row["value"]:
+        return counted(row) or shown.show(row["value"])
+    decimals = min(shown.digits or 0, decimals_of(row["value"], SCORE_DIGITS))
+    return f"{row['value']:,.{decimals}f}"
+
+
+def show_score(row: TableRow) -> str:
+    """A row's value with its difference to the full cache, `487.5; +475 (95 %: -245 to +1,195)`,
+    or with its standard error where there is no difference."""
+    shown, difference = quantity(row["metric"]), row.get("difference")
+    text = show_value(row)
     if difference is None:
-        return column.show(value, stderr)
-    if stderr is not None and detectable is not None:
-        half_width = critical_value(num_contexts) * stderr
-        if abs(difference) <= half_width:
-            return f"{column.show(value)} (no difference ≥ {column.show(detectable)})"
-    sign = "+" if difference > 0 else ""
-    return f"{column.show(value)} ({sign}{column.show(difference, stderr)})"
+        stderr, contexts = row["stderr"], row.get(NUM_CONTEXTS.name) or FEWEST_CONTEXTS
+        if not stderr or counted(row) or contexts < FEWEST_CONTEXTS:
+            return text
+        decimals = len(text.partition(".")[2])
+        return f"{text} ± {shown.factor * stderr:,.{decimals}f}"
+    stderr, contexts = row.get("difference_stderr"), row.get(NUM_CONTEXTS.name)
+    change, interval = shown.factor * difference, interval_of(row)
+    if not change and not stderr:
+        return f"{text}; the same"
+    change_text = f"{change:+,.{decimals_of(change, ERROR_DIGITS)}f}"
+    if stderr == 0:
+        return f"{text}; {change_text} on each"
+    if interval is None:
+        part = "window" if row["metric"] in OF_WINDOWS else "context"
+        plural = "s" * (contexts != 1)
+        why = f"{contexts:.0f} {part}{plural}: no interval" if contexts else "no interval"
+        return f"{text}; {change_text} ({why})"
+    return f"{text}; {change_text} (95 %: {interval.show()})"
 
 
 # Text

@@ -238,8 +238,9 @@ class Jobs:
         if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
             figures = until_settled(results, "tables/*.csv", lambda: draw(results))
-            if figures:
-                print(f"{len(figures)} files of figures are in {figures[0].parent}")
+            names = [path.name for path in figures if path.suffix == ".png"]
+            if names:
+                print(f"figures are in {figures[0].parent}: {', '.join(names)}")
         for line in self.gaps:
             print(line)
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 LINES_EVERY_S = 30.0
 _quiet = ContextVar("quiet", default=False)
+_said: set[str] = set()
 
 
 @contextmanager
@@ -76,6 +77,8 @@ def pass_over(progress: tqdm, seconds: float) -> None:
 
 
 def say(line: str, file: TextIO | None = None) -> None:
-    """Write a line to stderr, or `file`, above a bar, unless it is to be quiet."""
-    if not _quiet.get():
+    """Write a line to stderr, or `file`, above a bar, unless it is to be quiet. The runs of a
+    process, such as a sweep's, say the same line once."""
+    if not _quiet.get() and line not in _said:
+        _said.add(line)
         tqdm.write(line, file=file or sys.stderr)

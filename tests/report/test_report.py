@@ -154,8 +154,8 @@ def test_nothing_comes_from_elsewhere(page):
 
 def test_figures_are_the_drawings_of_matplotlib(page, results):
     images = page.all("src")
-    assert len(images) == 2 == len(page.all("alt"))
-    for image, name in zip(images, ("fig11", "fig14-modelled"), strict=True):
+    assert len(images) == 3 == len(page.all("alt")), "the first of them opens the report, too"
+    for image, name in zip(images, ("fig11", "fig11", "fig14-modelled"), strict=True):
         kind, _, text = image.partition(",")
         drawn = (results / "figures" / f"{name}.svg").read_text()
         assert kind == "data:image/svg+xml" and unquote(text) == " ".join(drawn.split())
@@ -251,7 +251,7 @@ def test_tables_alone_and_tables_of_the_user_are_reported(tmp_path):
     shutil.rmtree(tmp_path / "runs")
     page = Page(report.write_report(tmp_path).read_text())
     assert not page.all("src") and page.all("id") == [
-        "page-overview", "words", "contents", "page-accuracy", "fig11", "page-further-runs", "mine", "page-runs",
+        "page-overview", "contents", "words", "page-accuracy", "fig11", "page-further-runs", "mine", "page-runs",
         "environment", "missing",
     ]  # fmt: skip
     assert "there are no records" in page.text("environment") and not page.packed
@@ -305,7 +305,30 @@ def test_another_models_results_within_the_folder_stand_beside(results, tmp_path
         (inner / "figures" / "fig11.svg").write_text(SVG)
     (tmp_path / "findings.yaml").write_text((results / "findings.yaml").read_text())
     page = Page(report.write_report(tmp_path).read_text())
-    assert "In second" in page.text("fig11") and len(page.all("src")) == 2
+    assert "In second" in page.text("fig11") and len(page.all("src")) == 3
     assert "without numbers: none." in page.text("missing")
     alone = report.write_report(tmp_path / "second").read_text()
     assert ">second</" in alone and ">first</" not in alone and "reads less" not in alone
+
+
+def test_the_report_opens_with_ones_own_result_and_its_figure(results):
+    text = (results / "report.html").read_text()
+    opening = text[text.index('id="page-overview"') : text.index('id="contents"')]
+    assert opening.count("data:image/svg+xml") == 1 and 'href="#fig11"' in opening
+    assert "Answers: " not in opening, "nothing is compared without the answers of the full cache"
+    assert text.index('id="contents"') < text.index('id="words"'), "what words mean stands below"
+    assert re.search(r'<img src="[^"]*" style="width:\d+px"', opening), "as wide as its letters are large"
+
+
+def test_the_report_of_boards_opens_with_the_figure_of_budgets_and_says_what_a_folder_is_of(tmp_path):
+    rows = [place("A", shipped="yes"), place("B", shipped="yes", ratio_low=1.5, ratio=2.0, ratio_high=3.0)]
+    for folder in (tmp_path, tmp_path / "confirm"):
+        write(folder, "board-methods", rows)
+        (folder / "figures").mkdir()
+        (folder / "figures" / "budget.svg").write_text(SVG)
+    text = report.write_report(tmp_path).read_text()
+    opening = text[text.index('id="page-overview"') : text.index('id="contents"')]
+    assert "Of 2 methods (budget 16 %, windows of 1,024 tokens, tiny) A is closest" in opening
+    assert "2 certainly farther" in opening
+    assert 'href="#budget"' in opening
+    assert "on which no setting was chosen" in Page(text).text("beside")

@@ -95,7 +95,7 @@ def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
         tasks = {row["task"] for row in csv.DictReader(stream)}
     name = text.replace("[", "(").replace("]", ")")
     assert tasks == {name, f"{name}[256:512]"}
-    assert "12.500" in tables.summary(records.read_records(tmp_path, "fig12"))
+    assert "12.50" in tables.summary(records.read_records(tmp_path, "fig12"))
     frame = data.Tables(tmp_path / "tables").accuracy("fig12")
     assert len(data.whole_texts(frame)) == len(frame) - 2
     with style.applied():

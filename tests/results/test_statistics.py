@@ -14,7 +14,6 @@ from harness.results import sheet as sheets
 from harness.results import stats
 from harness.results import write as tables
 from harness.results.columns import read_table
-from harness.results.metrics import METRICS
 from harness.results.samples import (
     Baselines,
     Difference,
@@ -108,11 +107,45 @@ def test_the_critical_value_has_one_degree_of_freedom_less_than_contexts():
     assert stats.critical_value(None) == pytest.approx(1.95996, abs=1e-4)
 
 
-@pytest.mark.parametrize(("num_windows", "said"), [(2, "no difference"), (3, "no difference"), (8, "± 0.100")])
-def test_a_difference_of_three_errors_counts_with_many_windows_alone(num_windows, said):
-    cell = sheets.show_difference(METRICS["perplexity"], 10.0, 0.1, 0.3, 0.5, num_windows)
-    assert said in cell
-    assert sheets.show_difference(METRICS["perplexity"], 10.0, 0.1, 0.3, 0.5) == "10.000 (+0.300 ± 0.100)"
+@pytest.mark.parametrize(
+    ("num_windows", "cell"),
+    [
+        (1, "10.00; +0.30 (1 window: no interval)"),
+        (2, "10.00; +0.30 (2 windows: no interval)"),
+        (3, "10.00; +0.30 (95 %: -0.13 to +0.73)"),
+        (8, "10.00; +0.30 (95 %: +0.06 to +0.54)"),
+        (None, "10.00; +0.30 (95 %: +0.10 to +0.50)"),
+    ],
+)
+def test_a_difference_of_three_errors_counts_with_many_windows_alone(num_windows, cell):
+    row = {
+        "metric": "perplexity", "value": 10.0, "stderr": 1.0, "difference": 0.3, "difference_stderr": 0.1,
+        "num_contexts": num_windows,
+    }  # fmt: skip
+    assert sheets.show_score(row) == cell
+    interval = sheets.interval_of(row)
+    assert (interval is not None and interval.is_certain) == (num_windows in (8, None))
+
+
+@pytest.mark.parametrize(
+    ("change", "cell"),
+    [
+        ({"value": 487.54, "difference": 475.09, "difference_stderr": 256.95, "num_contexts": 8},
+         "487.5; +475 (95 %: -133 to +1,083)"),
+        ({"value": 341486.192}, "341,486 ± 1"),
+        ({"metric": "acc", "value": 0.0, "stderr": 0.0, "num_samples": 3}, "0 of 3"),
+        ({"metric": "acc", "value": 1.0, "stderr": 0.0, "num_samples": 48}, "48 of 48"),
+        ({"metric": "acc", "value": 0.5, "stderr": 0.1, "num_samples": 48}, "50.0 ± 10.0"),
+        ({"metric": "acc", "value": 0.3, "stderr": 0.1, "num_samples": 3}, "30.0 ± 10.0"),  # right in part
+        ({"metric": "acc", "value": 0.5, "difference": 0.0, "difference_stderr": 0.0, "num_contexts": 8},
+         "50.0; the same"),
+        ({"metric": "1024", "value": 0.0, "difference": -1.0, "difference_stderr": 0.0}, "0.0; -100 on each"),
+        ({"metric": "top1_agreement", "value": 1.0, "stderr": 0.0}, "100.0"),
+    ],
+)  # fmt: skip
+def test_a_score_in_words(change, cell):
+    row: dict[str, Any] = {"metric": "perplexity", "value": 12.0, "stderr": 1.0, "num_contexts": 8}
+    assert sheets.show_score(row | change) == cell
 
 
 # The full cache's run
@@ -221,11 +254,11 @@ def test_a_table_has_the_difference_and_a_page_and_a_terminal_say_it(tmp_path):
     assert not any(rows["Full cache"][name] for name in COMPARED)
     cells = {line["label"]: line["passkey acc (%)"] for line in sheet(path)}
     assert cells == {
-        "Full cache": "75.0 ± 10.0", "H2O": "50.0 (no difference ≥ 352.1)", "INT4": "75.0 (no difference ≥ 77.6)",
+        "Full cache": "3 of 4", "H2O": "2 of 4; -25 (2 contexts: no interval)", "INT4": "3 of 4; the same",
     }  # fmt: skip
     own, full = saved["method=int4"], saved["method=full"]
-    assert "no difference ≥ 77.6" in tables.summary([own], lambda: [full, own])
-    assert "difference" not in tables.summary([own]) and "INT4" in tables.summary([own])
+    assert "3 of 4; the same" in tables.summary([own], lambda: [full, own])
+    assert "the same" not in tables.summary([own]) and "INT4" in tables.summary([own])
 
 
 def test_a_text_and_its_chunks_are_compared_with_the_full_cache_of_the_run(tmp_path, caplog):

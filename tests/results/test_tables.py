@@ -3,6 +3,7 @@
 import copy
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from harness.results.columns import LATENCY, OPTIONAL, TABLES, names, read_table
 from harness.results.metrics import METRICS, MISSING, SHARE, Metric, quantity
 from harness.results.pages import render_markdown, render_terminal, sheets_of
 from harness.results.samples import Baselines
-from harness.results.sheet import MAX_WIDTH
+from harness.results.summary import MAX_LETTERS, MAX_ROWS
 from harness.results.table_rows import rows_of
 from harness.run.compose import load
 from harness.settings import paths
@@ -356,8 +357,8 @@ def test_a_page_has_units_and_errors(tmp_path):
     save_text(tmp_path, "method=h2o")
     assert sheet(tables.update(tmp_path, "perplexity")) == [{
         "label": "H2O", "settings": MISSING, "budget (%)": "16.0", "read on device (%)": "21.0",
-        "resident (%)": "2.0", "offline perplexity": "12.500 ± 0.250",
-        "offline full cache's perplexity": "11.000 ± 0.200",
+        "resident (%)": "2.0", "offline perplexity": "12.50 ± 0.25",
+        "offline full cache's perplexity": "11.00 ± 0.20",
         "offline KL (nats)": "0.0625 ± 0.0100", "offline top-1 agreement (%)": "87.5 ± 1.0",
     }]  # fmt: skip
     assert "## smollm2-135m\n" in page(tmp_path, "perplexity")
@@ -381,36 +382,93 @@ def test_a_line_joins_runs_of_a_method_and_settings_on_texts_and_tasks(tmp_path)
     assert "Settings of all runs: alpha=9.0, num_samples=100, prefill_len=256." in page(tmp_path, "fig13")
 
 
-def test_a_terminal_has_a_line_per_method_and_settings_and_hides_no_run(tmp_path):
-    chosen = [save_task(tmp_path, "method=infinigen", f"method.alpha={alpha}") for alpha in (4, 6)]
-    chosen += [save_text(tmp_path, "method=infinigen", "method.alpha=4", "prefill_len=256", budget=0.12)]
+def lines_of(text: str) -> list[dict[str, str]]:
+    """The lines of the tables of a terminal, by heading."""
+    header, _, *lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    return [dict(zip(header, line, strict=True)) for line in lines]
+
+
+def test_a_terminal_has_a_line_per_method_and_settings_with_its_texts_and_tasks(tmp_path):
+    chosen = []
+    for alpha, budget in ((4, 0.12), (6, 0.2)):
+        chosen.append(save_task(tmp_path, "method=infinigen", f"method.alpha={alpha}", budget=budget))
+    of_text = ["experiment=fig11", "kind=perplexity", "method=infinigen", "method.alpha=4", "prefill_len=256"]
+    chosen.append(save_text(tmp_path, *of_text))
     text = tables.summary(chosen)
-    of_four, of_six, of_text = sorted(text.splitlines()[-3:], key=lambda line: "prefill_len" in line)
-    assert of_four.startswith("InfiniGen  alpha=4.0") and of_six.startswith("InfiniGen  alpha=6.0")
-    assert of_four.endswith("-") and of_six.endswith("-") and "full cache's" not in text
-    assert of_text.startswith("InfiniGen  alpha=4.0, prefill_len=256") and "12.0" in of_text and "87.5 ± 1.0" in of_text
+    assert lines_of(text) == [
+        {"method": "InfiniGen, alpha=4.0", "budget": "12.0-16.0", "device": "17.0-21.0", "resident": "2.0",
+         "KL (nats)": "0.0625 ± 0.0100", "perplexity": "12.50", "passkey": "75.0"},
+        {"method": "InfiniGen, alpha=6.0", "budget": "20.0", "device": "25.0", "resident": "2.0",
+         "KL (nats)": MISSING, "perplexity": MISSING, "passkey": "75.0"},
+    ]  # fmt: skip
     again = copy.deepcopy(chosen[0]) | {"run_id": "0", "settings_id": "0"}
     again["metrics"]["passkey"]["acc"] = 0.5
-    text = tables.summary([chosen[0], again])
-    assert "75.0 ± 6.2" in text and "50.0 ± 6.2" in text
+    both = lines_of(tables.summary([chosen[0], again]))
+    assert sorted(line["passkey"] for line in both) == ["50.0", "75.0"], "each run"
     lengths = tables.summary([save_text(tmp_path, "method=h2o", f"seq_len={length}") for length in (512, 2048)])
-    assert "seq_len=512" in lengths and "seq_len=2048" in lengths
+    assert [line["method"] for line in lines_of(lengths)] == ["H2O, seq_len=512", "H2O, seq_len=2048"]
 
 
-def test_a_terminal_shows_whatever_lm_eval_measured_in_parts_that_fit(tmp_path):
+def test_experiments_of_the_same_methods_on_texts_and_on_tasks_make_one_table(tmp_path):
+    runs = []
+    for method in ("method=full", "method=h2o budget=0.2"):
+        runs.append(save_task(tmp_path, *method.split(), "num_samples=48"))
+        runs.append(save_text(tmp_path, *method.split(), "num_windows=3"))
+    assert tables.summary(runs).count("## ") == 1
+    assert [line["passkey"] for line in lines_of(tables.summary(runs))] == ["75.0", "75.0"]
+    assert tables.summary(runs[:3]).count("## ") == 1 and tables.summary(runs[:3]).count("H2O") == 1
+
+
+def test_a_terminal_shows_whatever_lm_eval_measured_and_says_what_does_not_fit(tmp_path):
     name = "exact_match,strict-match"
-    generated = {name: 0.5, f"{name}_stderr": 0.1, "budget": 0.2, "num_samples": 8}
-    lengths = {"512": 0.25, "2048": 0.5, "2048_stderr": None, "budget": 0.2, "num_samples": 8}
+    generated = {name: 0.5, f"{name}_stderr": 0.1, "budget": 0.2, "num_samples": 80}
+    lengths = {"512": 0.25, "2048": 0.5, "2048_stderr": None, "budget": 0.2, "num_samples": 80}
     group = {"acc": 0.75, "tasks": ["a", "b"], "budget": 0.2, "num_samples": 16}
     metrics = {"gsm8k": generated, "mmlu": group, "ruler_vt": lengths, "qa": {"f1": 0.5, "acc_norm": 0.5}}
-    shown = " ".join(tables.summary([save(tmp_path, ["experiment=tasks"], metrics)]).split())
-    assert all(word in shown for word in ("strict-match", "512", "2,048", "f1", "50.0 ± 10.0")) and "norm" not in shown
-    wide = save(tmp_path, ["experiment=tasks"], {f"task_{number}": TASK_METRICS for number in range(40)})
-    first, *others = tables.summary([wide]).split("\n\n")
-    assert others and all(len(line) <= MAX_WIDTH for part in (first, *others) for line in part.splitlines())
-    assert all(part.count("InfiniGen") == 1 for part in (first, *others))
-    assert "".join((first, *others)).count("75.0 ± 6.2") == 40
-    assert "continued" not in first and all("continued" in part for part in others)
+    alone = tables.summary([save(tmp_path, ["experiment=tasks"], metrics)])
+    for words in ("gsm8k  ", "50.0 ± 10.0", "12 of 16", "right at 2,048 tokens", "qa f1"):
+        assert words in alone, words
+    assert "norm" not in alone and "|" not in alone, "from top to bottom"
+    many = [f"task_{number}" for number in range(40)]
+    wide = [save(tmp_path, ["experiment=tasks", f"method={name}"], dict.fromkeys(many, TASK_METRICS))
+            for name in ("h2o", "streaming")]  # fmt: skip
+    text = tables.summary(wide)
+    assert all(len(line) <= MAX_LETTERS for line in text.splitlines() if not line.startswith("##"))
+    shown, left_out = lines_of(text)[0].keys(), re.findall(r"task_\d+", text.partition("Not shown: ")[2])
+    assert len(shown) > 5 and [name for name in many if (name in shown) == (name in left_out)] == []
+
+
+def test_the_full_cache_has_a_line_where_runs_were_compared_with_it(tmp_path):
+    pairs = [{"nll": 2.5, "nll_full": 2.0}, {"nll": 3.0, "nll_full": 2.2}, {"nll": 2.0, "nll_full": 1.8}]
+    metrics = {"offline": TEXT_METRICS | shares(0.2) | {"perplexity": float(np.exp(2.5))}}
+    runs = []
+    for alpha in (4, 5):
+        settings = ["method=infinigen", f"method.alpha={alpha}"]
+        runs.append(save(tmp_path, settings, metrics, samples={"windows": pairs}))
+    text = tables.summary(runs)
+    full, *others = lines_of(text)
+    of_full = {"method": "Full cache", "budget": "100.0", "KL (nats)": "0", "perplexity": "7.389"}
+    assert of_full.items() <= full.items()
+    # 4.303 standard errors of 2.663 around 4.793: the delta method's on exp(2.5) nll - exp(2) nll_full
+    assert [line["perplexity"] for line in others] == ["12.18 (-7 to +16)"] * 2
+    said = " ".join(text.split())
+    assert "By KL InfiniGen, alpha=4.0 is closest" in said, "not the full cache itself"
+    assert "Perplexity: the full cache has 7.389; not told apart: InfiniGen, alpha=4.0 / InfiniGen, alpha=5.0." in said
+    assert lines_of(tables.summary([run | {"samples": {}} for run in runs]))[0]["method"] == "InfiniGen, alpha=4.0"
+
+
+def test_of_many_runs_the_closest_to_the_full_cache_are_shown(tmp_path):
+    runs = []
+    for number in range(MAX_ROWS + 5):
+        metrics = TEXT_METRICS | shares(0.2) | {"kl_nats": 1 / (number + 1)}
+        settings = ["method=h2o", f"label=M{number}", f"num_windows={number + 1}"]
+        runs.append(save(tmp_path, settings, {"offline": metrics}))
+    text = tables.summary(runs)
+    names = [line["method"] for line in lines_of(text)]
+    assert names == [f"M{number}" for number in range(MAX_ROWS + 4, 4, -1)]
+    assert f"{MAX_ROWS} of {MAX_ROWS + 5} lines, the closest to the full cache." in text.replace("\n", " ")
 
 
 def save_group(folder: Path, *answers: list[list[int]], metric: str = "acc", mean: float | None = None) -> None:

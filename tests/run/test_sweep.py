@@ -333,7 +333,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
         signal.signal(each, handler)
     page, printed = Path("outputs/tables/fig12.md").read_text(), capsys.readouterr()
     assert "Full cache" in page and "H2O" not in page and "Full cache" in printed.out
-    assert "files of figures" not in printed.out, "drawing takes longer than who stops a process may wait"
+    assert "figures are in" not in printed.out, "drawing takes longer than who stops a process may wait"
     assert errors.INTERRUPTED in printed.err.splitlines()
     statuses = Counter(record["status"] for record in records.read_records("outputs", "fig12"))
     assert statuses == {"finished": 1, "interrupted": 1}
@@ -348,8 +348,8 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
     out, err = capsys.readouterr()
     assert "1 of 3 runs were finished before, skipped" in out and "interrupted before, run again" in out
     assert err.startswith("experiment=accuracy: composing its runs\n") and "2/2" in err, "which takes seconds"
-    assert "Full cache" in out and out.count("budget (%)") == 1, "one table"
-    assert out.endswith("\n1 files of figures are in outputs/figures\n")
+    assert "Full cache" in out and out.count("| method") == 1, "one table"
+    assert out.endswith("\nfigures are in outputs/figures: fig11.png\n")
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_failing_run_does_not_stop_the_grid_and_is_named(error, code, end, run
     said = [line for line in printed.out.splitlines() if line.startswith("failed")]
     assert said == [*failed, *failed], "when it happens, and at the end"
     assert printed.err.endswith(f"error: 2 of 3 runs failed; {end}")
-    assert "Full cache" in printed.out and "files of figures" in printed.out
+    assert "Full cache" in printed.out and "figures are in outputs" in printed.out
     ends = {record["error"] for record in records.read_records("outputs", "fig12")}
     assert ends == {None, "UserError: h2o is not well", f"{type(error).__name__}: {error}{' (a bug)' * (code == 1)}"}
 

@@ -131,6 +131,8 @@ def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked,
     assert samples[1]["question_text"].startswith("Where is the bag? Answer:")
     assert samples[1]["context_text"].endswith("Tom keeps a bag in the garden. Question:")
 
+    run_tasks(config, loaded)
+    assert said not in capsys.readouterr().err, "once in a sweep"
     turns = replace(config, kind="turns", experiment="turns", prefill="auto")
     outcome = run_turns(turns, loaded)
     assert outcome.metrics["toy_asked"]["num_contexts"] == 1
