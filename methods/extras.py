@@ -239,11 +239,11 @@ def why_replay_only(method: Method) -> str | None:
 
 
 class ReadsFile(Extra):
-    """Settings name a file. Its contents belong to a run's identity."""
+    """The method opens a data file. Its contents belong to a run's identity."""
 
     @property
     def file(self) -> str | None:
-        """Its path; None where the settings name none."""
+        """Its path; None where the method opens none with these settings."""
         return None
 
 

@@ -15,7 +15,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -43,10 +43,9 @@ from harness import files
 from harness.decode import memory, opening
 from harness.decode import store as copies
 from harness.decode.memory import PinnedSlab
-from harness.model.attach import attach
+from harness.model.attach import attach, checked_decoder
 from harness.model.attached import Attached
 from harness.model.attention import Rotary
-from harness.model.decoder import read_decoder
 from harness.model.trace import Layer
 from tests.living import calibration, token_batch
 
@@ -334,19 +333,15 @@ class Trace(TorchDispatchMode):
     @contextmanager
     def follow(self, model: Any) -> Iterator[Attached]:
         """`attach(model)`; the trace knows which layer is computing, from the input of its attention on."""
-        layers = enumerate(read_decoder(model).layers)
-        hooks = [layer.module.register_forward_pre_hook(partial(self._enter, at)) for at, layer in layers]
-        try:
-            with pytest.MonkeyPatch.context() as patch:  # there are no numbers to check
-                patch.setattr("harness.model.attach.check_decoder", lambda *_: None)
-                patch.setattr("harness.model.attached.require_in_range", lambda *_: None)
-                patch.setattr("harness.model.attached.require_embedded", lambda *_: None)
-                patch.setattr("harness.model.attached.rotary_of", whole_heads)
-                with attach(model) as attached:
-                    yield attached
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with pytest.MonkeyPatch.context() as patch, ExitStack() as hooks:  # there are no numbers to check
+            patch.setattr("harness.model.attach.check_decoder", lambda *_: None)
+            patch.setattr("harness.model.attached.require_in_range", lambda *_: None)
+            patch.setattr("harness.model.attached.require_embedded", lambda *_: None)
+            patch.setattr("harness.model.attached.rotary_of", whole_heads)
+            for at, layer in enumerate(checked_decoder(model).layers):
+                hooks.callback(layer.module.register_forward_pre_hook(partial(self._enter, at)).remove)
+            with attach(model) as attached:
+                yield attached
 
     @contextmanager
     def prompted(self, model: Any, prompts: tuple[int, ...]) -> Iterator[tuple[Attached, dict, Tensor, Tensor]]:
@@ -536,6 +531,7 @@ def fake_gpu() -> Iterator[Trace]:
         patch.setattr(copies, "_memcpy_2d", trace.rectangle)
         patch.setattr(opening, "PinnedSlab", FakeSlab)
         patch.setattr(files, "available_memory", lambda: 2**50)
+        patch.setattr("harness.model.attach.model_digest", lambda model: object())  # another each time
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**40, 2**40))
         for name in ("memory_reserved", "memory_allocated"):
             patch.setattr(torch.cuda, name, lambda device=None: 0)

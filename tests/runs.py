@@ -71,7 +71,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
 def tiny_loaded() -> LoadedModel:
     """A tiny Llama that reads bytes."""
     model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048)
-    return LoadedModel(model, byte_tokenizer(), "tiny", 2048, "f" * 64)
+    return LoadedModel(model, byte_tokenizer(), "tiny", 2048)
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple]:

@@ -165,7 +165,7 @@ class CachedModel:
         require_taken(asked)
         ids = checked_ids("input_ids", given_ids, self.attached)
         cache = asked.pop("past_key_values", None)
-        require_own(cache)
+        require_own(cache, self._caches)
         chosen = Settings(self.attached.model, asked)
         asked |= chosen.set_aside()
         stop_strings = chosen.get("stop_strings")
@@ -257,7 +257,7 @@ class CachedModel:
                 "eval()"
             )
         cache = given.get("past_key_values")
-        require_own(cache)
+        require_own(cache, self._caches)
         in_generate = cache is not None and cache.in_generate
         follows = cache is not None and cache.follows_prompt
         if in_generate and follows:

@@ -28,6 +28,7 @@ import pandas as pd
 from harness.data.text import prompt_ids
 from harness.errors import UserError, nearest, printable, reason
 from harness.files import stated_memory
+from harness.model.attach import digest_of
 from harness.model.load import LoadedModel, from_memory
 from harness.model.resources import Resources
 from harness.results.record import read_record
@@ -79,7 +80,8 @@ def load(
     config = chosen.configured()
     require_devices([config])
     with stated_memory(config.platform.host_gib):
-        resources.model(config.model)
+        loaded = resources.model(config.model)
+        loaded.as_loaded = digest_of(loaded.model)
     return chosen
 
 

@@ -19,6 +19,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM, CacheHook
 from transformers import PreTrainedTokenizerBase
 
+from harness.model.attach import digest_of
 from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
 from harness.results import inputs
@@ -63,7 +64,7 @@ class MethodLM(LM):
             return uuid4().hex
         read = inputs.common(self.config, weights=False)
         read |= inputs.calibration(self.config.calibration)
-        read["model"] = f"{self.loaded.fingerprint} {self.loaded.model.dtype}"
+        read["model"] = digest_of(self.loaded.model)
         return f"{run_id(self.config, read)} {self.max_length}"
 
     # Requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
@@ -206,15 +207,20 @@ OF_SHAPE |= {getattr(Tensor, name).__get__ for name in ATTRIBUTES}
 """What may be asked of guarded logits as a whole."""
 
 
-def require_own(cache: object) -> None:
-    """Raise UserError for `past_key_values` that an attached model did not make."""
-    if cache is not None and not isinstance(cache, MethodCache):
+def require_own(cache: object, made: Container[object]) -> None:
+    """Raise UserError for `past_key_values` that is none of those that the attached model made."""
+    if cache is None:
+        return
+    if not isinstance(cache, MethodCache):
         raise UserError(
             f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out "
             "of the first call, or give cached.new_cache()"
         )
+    if cache not in made:
+        raise UserError(f"past_key_values: {cache.why_closed or OF_ANOTHER}")
 
 
+OF_ANOTHER = "the cache of another attached model; give one that this model made"
 ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
 GENERATED = (
     "the cache of a generate that has ended; for several turns give each generate one cache, "

@@ -31,7 +31,6 @@ from harness.files import write_atomic
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.calibration import calibrate
-from harness.model.decoder import read_decoder
 from harness.model.self_check import early_difference
 from harness.model.shape import read_yaml
 from harness.model.tiny import with_no_constants
@@ -153,7 +152,8 @@ def own_logits(model: Any) -> str:
 
 def early_queries(model: Any) -> str:
     """A query made ahead of its layer, of that layer's own input, is the layer's, bit for bit."""
-    decoder = read_decoder(model)
+    with attach(model) as attached:
+        decoder = attached.decoder
     if decoder.no_prediction:
         return f"takes no method that predicts a query: {decoder.no_prediction}"
     off = early_difference(model, decoder, token_batch((20,))[0])

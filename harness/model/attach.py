@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from harness.errors import UserError
 from harness.model.attached import Attached, attached_unchecked
 from harness.model.calls import stack_of
-from harness.model.decoder import read_decoder
+from harness.model.decoder import Decoder
 from harness.model.dense_prompts import DensePrompts
+from harness.model.digest import model_digest
 from harness.model.self_check import check_decoder
 
 
@@ -27,16 +29,37 @@ from harness.model.self_check import check_decoder
 def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached]:
     """Run `model` through our attention inside the `with` block, in evaluation mode.
 
-    prompts: kept passes of this model, from which runs start. The first time, the model is read and
-    checked. Raises UserError for a model that is attached already, whose attention is not
-    transformers' attention interface, or which fails a check. At the end the model is as it was.
+    prompts: kept passes of this model, from which runs start. The model is read and checked where
+    it is new or has changed. Raises UserError for a model that is attached already, whose attention
+    is not transformers' attention interface, or which fails a check. At the end the model is as it
+    was.
     """
-    with _claimed(stack_of(model)), _evaluating(model):
-        decoder = read_decoder(model)
-        if not decoder.is_checked:
-            check_decoder(model, decoder)
-        with attached_unchecked(model, decoder, prompts) as attached:
-            yield attached
+    with ExitStack() as stack:
+        stack.enter_context(_claimed(stack_of(model)))
+        stack.enter_context(_evaluating(model))
+        decoder = checked_decoder(model)
+        yield stack.enter_context(attached_unchecked(model, decoder, prompts))
+
+
+def digest_of(model: Any) -> str:
+    """The digest of a model as it is now. Raises UserError as `attach`."""
+    with attach(model) as attached:
+        return attached.decoder.digest
+
+
+_decoders: WeakKeyDictionary[Any, Decoder] = WeakKeyDictionary()
+
+
+def checked_decoder(model: Any) -> Decoder:
+    """The decoder of a model with the weights that it has now, read and checked once for them."""
+    known = _decoders.get(model)
+    if known is not None and known.digest == model_digest(model):
+        return known
+    decoder = Decoder(model)
+    check_decoder(model, decoder)
+    decoder.digest = model_digest(model)
+    _decoders[model] = decoder
+    return decoder
 
 
 _claims = threading.Lock()

@@ -1,8 +1,7 @@
 """Offline calibration: what a method measures of a model on a text, made once and kept on disk.
 
 One dense forward over the calibration text hands each layer's queries and keys to
-`Method.calibrate`. It runs on one thread: the order of sums, and so the last digits of a
-decomposition, depends on the number of threads.
+`Method.calibrate`. It runs on one thread.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from harness.errors import UserError, one_line
 from harness.files import replacing, text_sha256
 from harness.model.attached import Attached
 from harness.model.dense_prompts import LayerPrompt
+from harness.model.passes import one_thread
 from harness.model.prompts import PromptPass
 from methods.base import Calibration
 from methods.extras import Calibrates
@@ -46,12 +46,8 @@ def calibrate(attached: Attached, method: Calibrates, ids: Sequence[int]) -> dic
             layers.append(method.calibrate(query, key, attached.geometry, earlier))
 
     positions = torch.arange(len(ids), device=attached.device)[None]
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         attached.forward(tokens, positions, PromptPass(attached, keep=measure))
-    finally:
-        torch.set_num_threads(num_threads)
     measured = {}
     for name in layers[0]:
         tensor = torch.stack([layer[name].to(attached.device) for layer in layers])
@@ -65,19 +61,17 @@ def calibrate(attached: Attached, method: Calibrates, ids: Sequence[int]) -> dic
 
 
 def cached_calibration(
-    attached: Attached, method: Calibrates, ids: Sequence[int], fingerprint: str, cache_dir: Path
+    attached: Attached, method: Calibrates, ids: Sequence[int], cache_dir: Path
 ) -> Calibration:
-    """`calibrate`, or its earlier result for the same weights, layers, dtype, ids, method and
-    settings.
+    """`calibrate`, or its earlier result for the same model as it is now, ids, method and settings.
 
     It lies in host memory: a state takes to its device what it needs.
     """
     settings = [getattr(method, name) for name in method.calibration_settings]
     module = sys.modules[type(method).__module__]
     code = [inspect.getsource(type(method).calibrate), inspect.getsource(module)]
-    dtype, name = str(attached.dtype), type(method).__name__
-    num_layers = attached.geometry.num_layers  # in memory there may be fewer than in the files
-    identity = FORMAT, fingerprint, num_layers, dtype, list(ids), name, settings, code
+    name = type(method).__name__
+    identity = FORMAT, attached.decoder.digest, list(ids), name, settings, code
     path = cache_dir / f"{text_sha256(repr(identity))[:32]}.safetensors"
     try:
         return load_file(path)

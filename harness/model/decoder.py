@@ -4,7 +4,7 @@
 running their modules again: which submodules make a query, and how latents become keys and values.
 `harness.model.self_check` compares the result with the model's own logits before anything runs.
 
-    decoder = read_decoder(model)
+    decoder = Decoder(model)
     decoder.layers[3].window, decoder.layers[3].softmax, decoder.recurrent
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,19 +32,11 @@ ROWS_AT_ONCE = 2048
 """Rows of a prompt that a feed-forward network takes at once, so that what it makes on the way does
 not grow with the prompt."""
 
-_decoders: WeakKeyDictionary[Any, Decoder] = WeakKeyDictionary()
-
-
-def read_decoder(model: Any) -> Decoder:
-    """The decoder of a loaded model, read once. Raises UserError for a model that does not compute
-    attention through transformers' attention interface."""
-    if model not in _decoders:
-        _decoders[model] = Decoder(model)
-    return _decoders[model]
-
 
 class Decoder:
-    """A loaded model's layers. It does not keep the model alive.
+    """A loaded model's layers, with the weights that it has now. It does not keep the model alive.
+    Raises UserError for a model that does not compute attention through transformers' attention
+    interface.
 
     family: transformers' name of it. stack: the module that turns token ids into final hidden
     states. layers: its attention layers, in order. blocks: its decoder layers. recurrent: modules
@@ -53,7 +44,7 @@ class Decoder:
     stack returns. row_wise: modules of the blocks, feed-forward networks, that compute each row by
     itself; rows_at_once: how many they take.
 
-    is_checked: whether its logits were compared with the model's own. takes_rows: whether recurrent
+    digest: of the model (`harness.model.digest`), once it is checked. takes_rows: whether recurrent
     modules take several rows at once after a state. no_prediction, no_padding: why the model takes
     no prediction, or no batch with padding; None where it does.
     """
@@ -61,7 +52,7 @@ class Decoder:
     def __init__(self, model: Any) -> None:
         self.family: str = model.config.model_type
         self.stack: Any = stack_of(model)
-        self.is_checked = False
+        self.digest = ""
         self.takes_rows = True
         self.no_prediction: str | None = None
         self.no_padding: str | None = None

@@ -10,9 +10,7 @@ there. Imports no torch.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,6 @@ from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, missing, reason, refused
-from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import source
 from harness.model.random_ids import RandomIds
 from harness.model.shape import NESTED, SIZES, as_config, require_room, size
@@ -50,9 +47,8 @@ class LoadedModel:
         has one. tokenizer: None where the source has none.
         name: its name in tables and records.
         max_length: the longest sequence it takes, in tokens.
-        fingerprint: identity of the weights, 64 hex digits: sha256 of the source's files, of hub id
-            and revision, of shape and seed, or of the weights in memory. Device and dtype of a
-            loaded source do not enter.
+        as_loaded: the digest of the model as its source holds it (`harness.model.digest`), where it
+            is known; None for a model from memory.
         prompts: passes over prompts that runs share; None: each runs its own.
         random_ids: of random weights, what makes token ids of texts.
     """
@@ -61,22 +57,14 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     max_length: int
-    fingerprint: str
     prompts: DensePrompts | None = None
     random_ids: RandomIds | None = None
+    as_loaded: str | None = None
 
     @property
     def reader(self) -> Any:
         """What makes token ids of texts: the tokenizer, or of random weights `random_ids`."""
         return self.random_ids or self.tokenizer
-
-    @property
-    def generation_digest(self) -> str:
-        """The sha256 of the model's generation_config as it is now."""
-        config = getattr(self.model, "generation_config", None)
-        if config is None:
-            return text_sha256("none")
-        return text_sha256(config.to_json_string(use_diff=False, ignore_metadata=True))
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
@@ -91,16 +79,15 @@ def load_model(config: ModelConfig) -> LoadedModel:
     devices, dtype = _placement(config)
     if config.weights == "random":
         return _of_random_weights(config, devices, dtype)
-    directory, fingerprint = _found(config)
+    directory = _found(config)
     logging.disable_progress_bar()
     try:
         model = _pretrained(config, directory, devices, dtype)
     finally:
         logging.enable_progress_bar()
     tokenizer = _tokenizer(directory, config, _num_embeddings(model))
-    return LoadedModel(
-        model.eval().requires_grad_(False), tokenizer, config.name, _max_length(model), fingerprint
-    )
+    model = model.eval().requires_grad_(False)
+    return LoadedModel(model, tokenizer, config.name, _max_length(model))
 
 
 def _of_random_weights(
@@ -108,19 +95,12 @@ def _of_random_weights(
 ) -> LoadedModel:
     """A model that has the shape of `config`, and reads random token ids."""
     described = model_config(config)
-    values = described.to_dict()
-    values.pop("transformers_version", None)
-    values.pop("dtype", None)
-    text = json.dumps(values, sort_keys=True, default=str)
-    fingerprint = text_sha256("random", text, str(config.seed))
     tokenizer = tokenizer_of_random(config, described)
     start = described.bos_token_id
     has_start = isinstance(start, int) and 0 <= start < described.vocab_size
     random_ids = RandomIds(described.vocab_size, start if has_start else None)
     model = _random(config, described, devices, dtype).eval().requires_grad_(False)
-    return LoadedModel(
-        model, tokenizer, config.name, _max_length(model), fingerprint, random_ids=random_ids
-    )
+    return LoadedModel(model, tokenizer, config.name, _max_length(model), random_ids=random_ids)
 
 
 def from_memory(
@@ -131,21 +111,14 @@ def from_memory(
     """A model that the caller has loaded, as of `load_model`. It is put into evaluation mode.
 
     name: for tables and records; by default the last part of `model.name_or_path`, else its family.
-    The fingerprint is the sha256 of configuration and weights. Raises UserError for a tokenizer
-    with more tokens than the model has embeddings.
+    Raises UserError for a tokenizer with more tokens than the model has embeddings.
     """
-    import torch
-
     name = name or Path(model.name_or_path or model.config.model_type).name
     if tokenizer is not None:
         if not hasattr(tokenizer, "vocab_size"):
             raise UserError(f"tokenizer={tokenizer!r}: must be a tokenizer of transformers")
         _require_embeddings(f"model {name}: its tokenizer", tokenizer, _num_embeddings(model))
-    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
-    for key, weight in model.named_parameters():
-        digest.update(f"{key} {weight.dtype} {tuple(weight.shape)}".encode())
-        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return LoadedModel(model.eval(), tokenizer, name, _max_length(model), digest.hexdigest())
+    return LoadedModel(model.eval(), tokenizer, name, _max_length(model))
 
 
 def _max_length(model: PreTrainedModel) -> int:
@@ -293,15 +266,10 @@ def _attention(described: PreTrainedConfig) -> str:
     return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]._supports_sdpa else "eager"
 
 
-def _found(config: ModelConfig) -> tuple[Path, str]:
-    """The folder with a model's config, safetensors and perhaps a tokenizer, and the weights'
-    fingerprint: the sha256 of the GGUF, of the folder's files, or of hub id and revision."""
+def _found(config: ModelConfig) -> Path:
+    """The folder with a model's config, safetensors and perhaps a tokenizer."""
     found = source.located(config)
-    if found.suffix == ".gguf":
-        return source.converted(found), file_sha256(found)
-    if config.path:
-        return found, files_sha256([found / source.CONFIG, *source.weight_files(found)])
-    return found, text_sha256(str(config.hub_id), found.name)  # a snapshot is named by its revision
+    return source.converted(found) if found.suffix == ".gguf" else found
 
 
 def _pretrained(
@@ -409,7 +377,7 @@ def tokenizer_of_random(
     elif config.hub_id:
         directory = next(source.cached_snapshots(config.hub_id), None)
     elif config.name == source.PACKAGED_NAME and importlib.util.find_spec(source.PACKAGE):
-        directory = _found(config)[0]
+        directory = _found(config)
     if directory is None:
         return None
     return _tokenizer(directory, config, (described or model_config(config)).vocab_size)

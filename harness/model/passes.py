@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,18 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` CUDA's current one, where Triton launches and events are recorded."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(device)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread inside the `with` block: the order of sums, and so the last
+    digits, depend on the number of threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 class Handler:

@@ -96,10 +96,20 @@ class Resources:
             self.load_s += time.perf_counter() - start
         return self._last[1]
 
+    def digest_in_memory(self) -> str | None:
+        """The digest of the model as it is now; None where it is as its source holds it, or not
+        loaded. Raises UserError for a model that is refused."""
+        loaded = self.loaded or (self._last and self._last[1])
+        if not loaded:
+            return None
+        from harness.model.attach import digest_of
+
+        now = digest_of(loaded.model)
+        return None if now == loaded.as_loaded else now
+
     def end_sharing(self) -> None:
-        """Keep passes over prompts no longer, nor references of a model in memory, whose weights
-        may change before the next run."""
+        """Keep neither passes over prompts nor references: a user has the model, and may change its
+        weights before the next run."""
         self.shares_prompts = False
         self._sharing = None
-        if self.loaded is not None:
-            self.references = Memo()
+        self.references = Memo()

@@ -1,4 +1,4 @@
-"""The check of a model at its first use: our attention under it gives the model's own numbers.
+"""The check of a model before its first use: our attention under it gives the model's own numbers.
 
 What `harness.model.decoder` has read off a model is not trusted, so it is compared with the model's
 own forward pass. A model that fails is refused, wholly or where a query would be predicted or a
@@ -19,11 +19,12 @@ from harness.model.attached import Attached, attached_unchecked
 from harness.model.attention import dense_attention
 from harness.model.calls import Call, readable, refusal, reraise_out_of_memory
 from harness.model.decoder import Decoder
+from harness.model.digest import probe
 from harness.model.passes import LOOK_AT, Handler
 from harness.model.prompts import PromptPass, positions_of
 
 PASSES = (4, 3, 1)
-"""Rows of each pass."""
+"""Rows of each pass over the probe."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02}
 """Largest difference of a logit over the largest logit."""
 COARSE = 0.08
@@ -39,7 +40,7 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
     Where only a prediction or a padded batch does, the decoder notes why, and only these are
     refused. Where only a feed-forward network that takes some rows at a time does, it takes all.
     """
-    ids = torch.arange(3, 3 + sum(PASSES), device=model.device)[None]
+    ids = probe(model.device)
     tolerance = TOLERANCE.get(model.dtype, COARSE)
     expected = model(ids, use_cache=False).logits.float()
     has_numbers = expected.isfinite().all() and expected.any()
@@ -64,7 +65,6 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
         decoder.row_wise = []
     decoder.no_prediction = _why_no_prediction(model, decoder, ids, tolerance)
     decoder.no_padding = _why_no_padding(model, decoder, ids, tolerance)
-    decoder.is_checked = True
 
 
 def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> float:

@@ -242,7 +242,7 @@ def columns(subject: Subject) -> list[Point]:
     loaded = subject.loaded
     ids = calibration_ids(subject.config.calibration, loaded.reader)
     folder = cache_dir() / "calibration"
-    calibration = cached_calibration(subject.attached, InfiniGen(), ids, loaded.fingerprint, folder)
+    calibration = cached_calibration(subject.attached, InfiniGen(), ids, folder)
     layers = subject.layers(COLUMN_LAYERS)
     points: list[Point] = []
 

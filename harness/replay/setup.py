@@ -197,7 +197,7 @@ def calibrated(
         raise UserError(f"calibration.num_tokens={num_tokens}: {limit}")
     ids = calibration_ids(config.calibration, loaded.reader)
     folder = cache_dir() / "calibration"
-    return cached_calibration(attached, to_measure, ids, loaded.fingerprint, folder)
+    return cached_calibration(attached, to_measure, ids, folder)
 
 
 def codec_of(config: RunConfig) -> CacheCodec | None:

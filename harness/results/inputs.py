@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.data import aime, rows, ruler
 from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
+from harness.errors import UserError, reason
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import source
 from harness.settings.config import (
@@ -55,7 +56,12 @@ def common(config: RunConfig, *, weights: bool) -> dict[str, str]:
     from methods.extras import ReadsFile  # loads torch
 
     if isinstance(config.method, ReadsFile) and config.method.file is not None:
-        found["method"] = files_sha256([Path(config.method.file)])
+        file = config.method.file
+        try:
+            found["method"] = files_sha256([Path(file)])
+        except OSError as error:
+            why = f"its file {file} cannot be read ({reason(error)})"
+            raise UserError(f"method={config.method_name}: {why}") from error
     return found
 
 

@@ -40,7 +40,7 @@ from harness.results.samples import full_runs
 from harness.run.kinds import digests_of, measurement_of, require_length
 from harness.settings import own_method
 from harness.settings.config import RunConfig
-from harness.settings.kinds import KINDS, Outcome, find
+from harness.settings.kinds import Outcome, find
 from harness.settings.schema import is_unmet
 
 log = logging.getLogger(__name__)
@@ -61,10 +61,9 @@ class Run:
         """Digest all that the run of `config` reads. Raises UserError where something is
         missing."""
         digests = digests_of(config)
-        if resources is not None and resources.loaded is not None:
-            digests["model"] = resources.loaded.fingerprint
-            if "sampling" in KINDS[config.kind].depends_on:
-                digests["generation_config"] = resources.loaded.generation_digest
+        in_memory = None if resources is None else resources.digest_in_memory()
+        if in_memory is not None:
+            digests["model"] = in_memory
         run_id = records.run_id(config, digests)
         return cls(
             config, digests, records.record_path(config.results_dir, config.experiment, run_id)

@@ -95,7 +95,7 @@ def _emulated(
     assert gib is not None, "asked for when the settings were checked"
     capacity = _capacity(config, setup, attached, f"platform.device_gib={gib:g}", int(gib * GIB))
     batches = capacity.batches(config.capacity.curve)
-    key = loaded.fingerprint, 1, shape.prompt_len, config.seed, config.calibration
+    key = attached.decoder.digest, 1, shape.prompt_len, config.seed, config.calibration
     one = replace(config, latency=replace(shape, batch_size=1))
 
     def run_densely() -> SharedPrompt:

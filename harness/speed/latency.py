@@ -86,7 +86,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
                 prompt = prompt_ids(config, loaded).to(attached.device)
             else:
                 key = (
-                    loaded.fingerprint,
+                    attached.decoder.digest,
                     shape.batch_size,
                     shape.prompt_len,
                     shape.repeats,

@@ -494,6 +494,16 @@ def test_nothing_works_after_the_block(model, attached):
     assert cached.device == model.device and cached.config is model.config and not hasattr(cached, "no_such")
 
 
+def test_a_cache_of_another_attached_model_is_refused(model, attached):
+    """Else the other one would answer."""
+    other = tiny_model("llama", num_key_value_heads=2)
+    with attached(), attach(other) as elsewhere, CachedModel(elsewhere, Full()) as cached:
+        for cache in (other(IDS).past_key_values, cached.new_cache()):
+            for call in (partial(model, IDS[:, :1]), partial(generated, model)):
+                with refused("past_key_values: the cache of another attached model; give one that this model made"):
+                    call(past_key_values=cache)
+
+
 def test_caches_are_freed_with_their_last_reference_and_at_the_end(model, attached):
     with attached():
         out = model(IDS)

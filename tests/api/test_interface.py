@@ -18,6 +18,7 @@ import harness
 from harness.errors import UserError
 from harness.files import cache_dir
 from harness.model import dense_prompts
+from harness.model.attach import digest_of
 from harness.model.dense_prompts import DensePrompts
 from harness.results.record import read_all
 from harness.run.cli import main
@@ -84,7 +85,7 @@ def test_perplexity_is_the_table_with_a_line_for_each_method(model, tmp_path):
     shown = table[(table.metric == "kl_nats") & ~table.task.str.contains("[", regex=False)].set_index("label").value
     assert dict(zip(frame.label, frame.kl_nats, strict=True)) == pytest.approx(shown.to_dict())
     made = {record["inputs"]["model"] for record in read_all(tmp_path / "results")}
-    assert made == {model.loaded.fingerprint}, "the weights in memory are a run's identity"
+    assert made == {digest_of(model.loaded.model)}, "the weights in memory are a run's identity"
 
 
 def test_a_method_that_a_prompt_excludes_costs_the_others_nothing(model, caplog):

@@ -280,7 +280,7 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
     monkeypatch.setattr(speed, "smaller_card", lambda device, asked: nullcontext(cards.append(asked)))
     monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
     cards: list[float | None] = []
-    loaded = LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256))
+    loaded = LoadedModel(tiny("gqa"), None, "tiny", 512, random_ids=RandomIds(256))
     words = ["experiment=capacity", "platform=cuda", "system=offload", "model.weights=random", "prompt_len=40"]
     words += ["gen_len=4", "timed_steps=1", "calibration.num_tokens=40"]
     words += ["capacity.max_batch=20", f"platform.device_gib={'null' if gib is None else gib}"]

@@ -29,7 +29,6 @@ from harness.decode.memory import (
 )
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.decoder import read_decoder
 from harness.model.load import LoadedModel
 from harness.model.prompts import prompt_bytes, run_prompt
 from harness.model.random_ids import RandomIds
@@ -184,9 +183,11 @@ def test_the_refusal_knows_what_decoding_takes_of_a_gpu(label, monkeypatch):
     method, system = system_of(label)
     codec = codec_named(system.codec) if system.codec else None
     options = {"placement": system.placement, "gpu_cache": system.gpu_cache, "codec": codec, "steps": 128}
-    with fake_gpu() as trace:
-        model = fake_model("opt-13b", num_hidden_layers=4)  # its weights are not counted
-        read_decoder(model)
+    with fake_gpu() as trace, monkeypatch.context() as patch:
+        patch.setattr("harness.model.attach.model_digest", lambda model: "")
+        model = fake_model("opt-13b", num_hidden_layers=4)  # its weights are not counted, nor what reads them
+        with trace.follow(model):
+            pass
         with Held("cuda") as held, opened(trace, model, (1920,) * 20, method, **options) as (session, token):
             needed, prompt = session.bytes_needed.device, held.peak
             held.restart()
@@ -409,7 +410,7 @@ def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
     monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
     monkeypatch.setattr(memory, "require_managed", lambda *_: cards.append([*anywhere.blocks]))
-    outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64, random_ids=RandomIds(256)))
+    outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, random_ids=RandomIds(256)))
     assert cards == 2 * [[12 * GIB]], "of 60 GiB, in each repeat"
     assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
     assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["budget"] < 1

@@ -68,7 +68,7 @@ def bytes_of_generate(case: Case, end: int, steps: int, options: dict[str, objec
     config = replace(config, **options)
     model = tiny("gqa")
     monkeypatch.setattr(model.generation_config, "eos_token_id", end)
-    made = speed.run_generate(config, LoadedModel(model, Ending(end), "tiny", 256, "f" * 64), lambda piece: None)
+    made = speed.run_generate(config, LoadedModel(model, Ending(end), "tiny", 256), lambda piece: None)
     assert made.steps == steps
     return made.h2d_bytes, made.d2h_bytes
 

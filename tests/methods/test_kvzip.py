@@ -161,11 +161,11 @@ def test_the_output_projections_factor_gives_the_length_of_what_a_value_adds(fam
 
 def test_instructions_are_tokenized_with_the_models_tokenizer_or_given_as_ids():
     asked = KVzip()
-    with_tokenizer = LoadedModel(None, byte_tokenizer(), "m", 512, "")
+    with_tokenizer = LoadedModel(None, byte_tokenizer(), "m", 512)
     found = tokenized(asked, with_tokenizer)
     texts = {name: getattr(asked, name) for name in ASKED}
     assert all(getattr(found, name) == tuple(byte_tokenizer()(text)["input_ids"]) for name, text in texts.items())
-    without = LoadedModel(None, None, "m", 512, "")
+    without = LoadedModel(None, None, "m", 512)
     assert tokenized(KVzip(**ASKED), without) == KVzip(**ASKED)
     with pytest.raises(UserError, match="method KVzip: its instructions are text, and m has no tokenizer; .* ids"):
         tokenized(asked, without)

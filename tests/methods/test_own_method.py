@@ -11,7 +11,7 @@ from harness.results import record as records
 from harness.run.cli import main
 from harness.run.compose import load, override
 from harness.run.runner import Run
-from tests.conftest import forget
+from tests.conftest import forget, refused
 from tests.runs import own_file
 
 HEAD = """from dataclasses import dataclass, field
@@ -140,6 +140,20 @@ def test_what_lies_beside_the_file_and_is_imported_counts(choice, text):
     assert run_id(choice) == first
     beside.write_text("VALUE = 22\n")
     assert run_id(choice) != first
+
+
+def test_the_file_that_a_method_names_counts():
+    head = "from pathlib import Path\nfrom methods.extras import ReadsFile\n"
+    file = "    file = str(Path(__file__).with_name('gates.tsv'))\n"
+    write(head + MINE.replace("class Mine(", "class Mine(ReadsFile, ") + file)
+    data = write("0.1\t0.9\n", "gates.tsv")
+    first = run_id()
+    assert run_id() == first
+    data.write_text("0.2\t0.8\n")
+    assert run_id() != first
+    data.unlink()
+    with refused(rf"method=mine: its file {data} cannot be read \(.*No such file"):
+        run_id()
 
 
 # The contract

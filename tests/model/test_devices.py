@@ -25,7 +25,6 @@ from harness.errors import UserError
 from harness.model import load
 from harness.model.attach import attach
 from harness.model.attached import Attached
-from harness.model.decoder import read_decoder
 from harness.model.load import load_model
 from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
@@ -120,7 +119,7 @@ def test_replay_mixes_no_devices(gpus, monkeypatch, name):
         assert hidden.device == CUDA and attached.logits(hidden).device == CUDA
         assert [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
     with attach(spread_fake()) as attached:
-        assert attached.decoder.is_checked and attached.decoder.no_prediction is attached.decoder.no_padding is None
+        assert attached.decoder.no_prediction is attached.decoder.no_padding is None
         assert [layer.device for layer in attached.layers] == [CUDA, CUDA, SECOND, SECOND]
         assert attached.devices == [CUDA, SECOND] and all(layer.positions for layer in attached.layers)
 
@@ -163,9 +162,8 @@ def test_streamed_weights_come_by_the_link_of_their_device(gpus, monkeypatch):
 @contextmanager
 def split(family: str = "gqa") -> Iterator[Attached]:
     """A tiny model whose later layers say `cpu:0`."""
-    layers = read_decoder(tiny(family)).layers
-    with attach(tiny(family)):
-        pass  # checked once, while it is whole
+    with attach(tiny(family)) as attached:  # checked once, while it is whole
+        layers = attached.decoder.layers
     try:
         for layer in layers[2:]:
             layer.device = torch.device("cpu", 0)

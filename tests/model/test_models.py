@@ -308,7 +308,6 @@ def test_random_weights_follow_the_seed_and_leave_torchs_generator_alone():
     other = load_model(configured(weights="random", shape=TINY_SHAPE, seed=1, dtype="bfloat16"))
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(first.model(IDS).logits, again.model(IDS).logits)
-    assert first.fingerprint == again.fingerprint != other.fingerprint
     assert (first.tokenizer, first.max_length) == (None, 128)
     for each, dtype in ((first, torch.float32), (other, torch.bfloat16)):
         assert {parameter.dtype for parameter in each.model.parameters()} == {dtype}
@@ -324,16 +323,14 @@ def test_a_model_is_loaded_from_a_folder_or_given_as_it_is(model_dir):
     assert torch.equal(loaded.model(IDS).logits, given.model(IDS).logits)
     assert {p.dtype for p in load_model(replace(config, dtype="bfloat16")).model.parameters()} == {torch.bfloat16}
     assert (loaded.name, given.name, given.max_length) == ("tiny", "mine", loaded.max_length)
-    assert load_model(replace(config, name="renamed")).fingerprint == loaded.fingerprint
-    assert given.fingerprint == from_memory(model).fingerprint
     identity = inputs.model(config)
     (model_dir / "chat_template.jinja").write_text("{{ messages }}")
-    assert inputs.model(config) != identity, "a chat template is part of a model's identity"
+    renamed = inputs.model(replace(config, name="renamed"))
+    assert inputs.model(config) == renamed != identity, "a chat template is part of a model's identity"
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
     model.save_pretrained(model_dir)
-    assert load_model(config).fingerprint != loaded.fingerprint
-    assert from_memory(model).fingerprint != given.fingerprint
+    assert inputs.model(config) != renamed
     with pytest.raises(UserError, match=r"its tokenizer has 49152 tokens, .* \(vocab_size=256\)"):
         from_memory(model, SimpleNamespace(vocab_size=49152, bos_token_id=1, eos_token_id=None))
 
@@ -387,7 +384,6 @@ def test_a_gguf_is_converted_once_and_computes_the_same(tiny_gguf, monkeypatch, 
     monkeypatch.setattr(source, "_convert", None)  # a second conversion would fail
     again = load_model(configured(tiny_gguf.parent))
     assert torch.equal(again.model(IDS).logits, first.model(IDS).logits)
-    assert again.fingerprint == first.fingerprint == files.file_sha256(tiny_gguf)
     assert again.tokenizer.decode(again.tokenizer("abc").input_ids) == "abc"
 
 
@@ -398,14 +394,13 @@ def test_one_of_several_ggufs_is_named(tiny_gguf, hub_server, monkeypatch, tmp_p
     loaded = load_model(config)
     assert loaded.max_length == TINY_SHAPE["max_position_embeddings"]
     assert inputs.model(config) == inputs.model(configured(tiny_gguf))
-    assert load_model(config).fingerprint == load_model(configured(tiny_gguf)).fingerprint
     assert len(hub_server.asked("GET .*/resolve/")) == 1, "fetched alone, and once"
     other = configured(hub_id="org/tiny", gguf_file="tyni.gguf")
     refused("model.gguf_file=tyni.gguf: org/tiny has no such file; did you mean 'tiny.gguf'", other)
     (tiny_gguf.parent / "other.gguf").write_bytes(b"not a model")
     folder = configured(tiny_gguf.parent)
     refused("2 GGUF files, name one of them or set model.gguf_file", folder)
-    assert load_model(replace(folder, gguf_file="tiny.gguf")).fingerprint == loaded.fingerprint
+    assert torch.equal(load_model(replace(folder, gguf_file="tiny.gguf")).model(IDS).logits, loaded.model(IDS).logits)
     refused("model.gguf_file=no.gguf: no such file in", replace(folder, gguf_file="no.gguf"))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "file"))
@@ -638,7 +633,6 @@ def test_the_default_model_has_its_shipped_shape(default_model):
         if key in shipped:
             assert loaded[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
     assert (default_model.name, default_model.max_length) == ("smollm2-135m", 8192)
-    assert default_model.fingerprint == source.PACKAGED_SHA256
     assert source.PACKAGE_PIN in Path("requirements-model.lock").read_text().splitlines()
 
 
@@ -689,11 +683,11 @@ def test_the_shards_that_are_loaded_are_the_identity(name, model_dir):
     with safe_open(shard, framework="np") as tensors:
         index = {"metadata": {}, "weight_map": dict.fromkeys(tensors.offset_keys(), name)}
     (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
-    before, fingerprint = inputs.model(config), load_model(config).fingerprint
+    before = inputs.model(config)
     (model_dir / "beside.safetensors").write_bytes(b"never read")
     assert inputs.model(config) == before
     flip_last_byte(shard)
-    assert inputs.model(config) != before and load_model(config).fingerprint != fingerprint
+    assert inputs.model(config) != before
 
 
 def test_remote_code_runs_only_where_it_is_trusted(model_dir, tmp_path):

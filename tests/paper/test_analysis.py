@@ -50,7 +50,7 @@ def text(tmp_path, monkeypatch) -> Path:
 
 
 def loaded(model) -> LoadedModel:
-    return LoadedModel(model, ByteTokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+    return LoadedModel(model, ByteTokenizer(), "tiny", MAX_LENGTH)
 
 
 def settings(text: Path, experiment: str, *overrides: str, num_tokens: int = NUM_TOKENS) -> RunConfig:

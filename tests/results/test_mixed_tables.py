@@ -46,7 +46,7 @@ def run(monkeypatch, tmp_path):
     """Scores H2O on random letters with a tiny model in place of any other; returns the table's rows."""
 
     def score(name: str, *more: str) -> list[dict]:
-        loaded = LoadedModel(tiny(name) if name == "gqa" else mixed(name), byte_tokenizer(), name, 512, name * 10)
+        loaded = LoadedModel(tiny(name) if name == "gqa" else mixed(name), byte_tokenizer(), name, 512)
         texts = reading(monkeypatch, tmp_path, loaded)
         lengths = [f"seq_len={SEQ_LEN}", f"prefill_len={PREFILL_LEN}", "num_windows=2"]
         assert main(["experiment=perplexity", "method=h2o", "method.dense_layers=2", *texts, *lengths, *more]) == 0

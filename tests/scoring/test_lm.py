@@ -96,7 +96,7 @@ def written(requests: list[Request], name: str = "full") -> tuple[list[list[int]
 def language_model(prefill=DENSE, *, family="gqa", max_length=MAX_LENGTH, tokenizer=TOKENIZER, **options) -> ReplayLM:
     """Scores and texts of the full cache, where `options` have no others."""
     workers = {"scorer": lambda asked: scored(asked, family=family)[0], "generator": lambda asked: generated(asked)[0]}
-    loaded = LoadedModel(tiny(family), tokenizer, "tiny", max_length, "f" * 64)
+    loaded = LoadedModel(tiny(family), tokenizer, "tiny", max_length)
     lm = ReplayLM(loaded, prefill, **(workers | options))
     lm.cache_hook.dbdict = {}
     return lm
@@ -119,7 +119,7 @@ def planned(asked: list[Instance], prefill=DENSE, **options) -> list[Request]:
 
 def engine_of(*settings: str) -> ReplayEngine:
     """The engine of a run of tasks on the tiny model."""
-    loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
+    loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH)
     return ReplayEngine(load(["experiment=tasks", *settings]), loaded, "task", io.StringIO())
 
 

@@ -56,7 +56,7 @@ def text(tmp_path, monkeypatch) -> str:
 
 @pytest.fixture
 def loaded() -> LoadedModel:
-    return LoadedModel(tiny("gqa"), byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+    return LoadedModel(tiny("gqa"), byte_tokenizer(), "tiny", MAX_LENGTH)
 
 
 defaults = cache(lambda kind: load([f"experiment={kind}"]))
@@ -188,7 +188,7 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
 def test_a_perplexity_that_overflows_names_its_window(text):
     model = tiny_model("llama", num_key_value_heads=2)
     model.lm_head.weight.data.mul_(1e4)
-    loaded = LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+    loaded = LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH)
     message = r"^window 1: perplexity overflows, .* is [\d.e+]+ nats a token \(at most 300\)"
     with pytest.raises(UserError, match=message):
         run("perplexity", loaded, text, FULL)

@@ -30,7 +30,7 @@ PROMPT = "What is a cache?"
 def tiny(monkeypatch, tmp_path, tiny_gqa):
     """The tiny model with a tokenizer of letters, in an empty current folder."""
     monkeypatch.chdir(tmp_path)
-    loaded = LoadedModel(tiny_gqa, Letters(), "tiny", 512, "f" * 64)
+    loaded = LoadedModel(tiny_gqa, Letters(), "tiny", 512)
     monkeypatch.setattr(models, "load_model", lambda config: loaded)
     return tiny_gqa
 
@@ -111,7 +111,7 @@ def test_fetched_rows_are_those_of_the_full_cache_and_none_is_asked_for_in_vain(
 )
 def test_what_cannot_be_generated_is_one_line(settings, said, tiny, monkeypatch, capsys):
     if settings == ["tokenizer"]:
-        monkeypatch.setattr(models, "load_model", lambda config: LoadedModel(tiny, None, "tiny", 512, "f" * 64))
+        monkeypatch.setattr(models, "load_model", lambda config: LoadedModel(tiny, None, "tiny", 512))
         settings = []
     assert main(["experiment=generate", "prompt=a", *settings]) == 2
     (line,) = capsys.readouterr().err.splitlines()

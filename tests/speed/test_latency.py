@@ -301,7 +301,7 @@ def test_refuses(message):
 def tiny_runs(monkeypatch, tmp_path, tiny_gqa):
     """A run on a tiny model with random weights and a short text, in an empty current folder."""
     monkeypatch.chdir(tmp_path)
-    loaded = LoadedModel(tiny_gqa, None, "tiny", 512, "f" * 64, random_ids=RandomIds(256, start=1))
+    loaded = LoadedModel(tiny_gqa, None, "tiny", 512, random_ids=RandomIds(256, start=1))
     monkeypatch.setattr(models, "load_model", lambda config: loaded)
     monkeypatch.setattr("harness.data.text.offline_text", lambda: "A cache of keys and values. " * 99)
     return ONE_RUN
