@@ -24,7 +24,7 @@ from harness.decode.gpu_cache import GpuCache, rooms
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats, SessionConstants, codec_of_cache, resident_share
 from harness.model.dense_prompts import LayerPrompt
-from harness.model.policies import new_states, policies_of, require_layers
+from harness.model.policies import new_states, policies_of, require_layers, take_prompt
 from harness.model.rereading import run_prompts
 from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
@@ -138,7 +138,7 @@ class ReplaySession:
             return
         state = self.states[device]
         rows = self.prompt_rows[device]._replace(inputs=prompt.inputs)
-        state.prompt(policy.number, query, key, value, rows)
+        take_prompt(state, policy.number, prompt, rows)
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()
         if isinstance(state, KeysOnDeviceState):
