@@ -117,7 +117,11 @@ def reason(error: BaseException) -> str:
 
 
 def line_in(error: BaseException, files: Collection[str]) -> str:
-    """`file:line` of the last line in one of `files` that an error came through, or ""."""
+    """`file:line` that an error is about (`where`), if it is in one of `files`; else of the last
+    line in one of them that it came through, or ""."""
+    where = str(getattr(error, "where", ""))
+    if where.rpartition(":")[0] in files:
+        return where
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename in files:
             return f"{frame.filename}:{frame.lineno}"

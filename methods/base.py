@@ -456,6 +456,44 @@ class Geometry:
         return self.softmaxes[layer] if self.softmaxes else Softmax(self.scale)
 
 
+# What a hook returns
+
+
+class ShapeError(ValueError):
+    """A hook of a method returned something of another shape than it must. where: `file:line` of
+    the hook."""
+
+    def __init__(self, words: str, where: str) -> None:
+        super().__init__(words)
+        self.where = where
+
+
+def checked(hook: Any, found: Any, axes: str, *sizes: int | tuple[int, ...] | None) -> Tensor:
+    """`found`, the tensor that a `hook`, a bound method, returned. Raises ShapeError for another
+    shape, since torch would broadcast it to wrong numbers. No number is read, so no GPU waits.
+
+    axes: their names. sizes: of each axis its size, or those allowed; None: any.
+    """
+    shape = found.shape if isinstance(found, Tensor) else ()
+    if len(shape) == len(sizes) and all(map(_fits, shape, sizes)):
+        return found
+    code = hook.__func__.__code__
+    returned = [*shape] if isinstance(found, Tensor) else type(found).__name__
+    allowed = ", ".join(" or ".join(map(str, _listed(size))) for size in sizes)
+    words = f"{hook.__name__} returned {returned}; must be [{axes}] = [{allowed}]"
+    raise ShapeError(words, f"{code.co_filename}:{code.co_firstlineno}")
+
+
+def _fits(found: int, size: int | tuple[int, ...] | None) -> bool:
+    return size is None or found in _listed(size)
+
+
+def _listed(size: int | tuple[int, ...] | None) -> tuple[int | str, ...]:
+    if isinstance(size, tuple):
+        return tuple(dict.fromkeys(size))
+    return ("any" if size is None else size,)
+
+
 # Helpers of methods
 
 

@@ -29,6 +29,7 @@ from methods.base import (
     Selection,
     State,
     TokenCounts,
+    checked,
     floor_frac,
     require,
     share_above,
@@ -233,7 +234,8 @@ class ScoreState(EvictingState):
         prompt = slice(0, key.shape[2])
         self.score[layer] = torch.zeros_like(self.tokens[layer], dtype=torch.float32)
         tokens, score = self.tokens[layer][:, :, prompt], self.score[layer][:, :, prompt]
-        score.copy_(self.prompt_score(layer, query, key, value, rows))
+        found = self.prompt_score(layer, query, key, value, rows)
+        score.copy_(checked(self.prompt_score, found, "batch, KV heads, tokens", *tokens.shape))
         old = tokens < (rows.lengths - recent)[:, None, None]
         gone = lowest_scores(score, old, (rows.lengths - budget)[:, None]) | ~rows.real[:, None]
         score.masked_fill_(gone, 0.0)

@@ -22,6 +22,7 @@ from methods.base import (
     PromptRows,
     State,
     TokenCounts,
+    checked,
     each_tensor,
 )
 
@@ -153,6 +154,18 @@ class KeysOnDeviceState(State):
         slots: int [batch, num_kv_heads, n]; the result for a negative one may be anything.
         """
         raise NotImplementedError
+
+    def resident_tokens(self, layer: int, key: Tensor) -> Tensor:
+        """What is `resident` of a prompt of this `key`, of the right shape."""
+        found = self.resident(layer)
+        return checked(self.resident, found, "batch, KV heads, tokens", *key.shape[:3])
+
+    def rebuilt(self, layer: int, slots: Tensor) -> Tensor:
+        """The keys that `rebuild` gives, of the right shape."""
+        sizes = *slots.shape, self.geometry.head_dim
+        return checked(
+            self.rebuild, self.rebuild(layer, slots), "batch, KV heads, n, head_dim", *sizes
+        )
 
 
 # Selections of which a layer takes those of an earlier one

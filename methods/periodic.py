@@ -26,6 +26,7 @@ from methods.base import (
     QueryRows,
     Selection,
     TokenCounts,
+    checked,
     require,
     share_above,
 )
@@ -131,6 +132,7 @@ class PeriodicState(EvictingState):
             competes &= kept >= self.lengths.prompt[:, None, None]
             safe = safe + self.lengths.prompt
         score = self.score(layer, Held(kept, slots, competes, cached))
+        checked(self.score, score, "batch, KV heads, n", *kept.shape)
         best = score.masked_fill(~competes, -INF).argsort(dim=-1, descending=True, stable=True)
         room = (method.budgets_in_tokens(self.lengths.final) - safe)[:, None, None]
         loses = (rank >= room) & due[:, None, None]

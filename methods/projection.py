@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from methods.attention import product
-from methods.base import Calibration, Geometry, PromptRows, QueryRows, State
+from methods.base import Calibration, Geometry, PromptRows, QueryRows, State, checked
 from methods.codecs.integers import INTEGER_BITS, IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
 from methods.extras import Calibrates
@@ -154,7 +154,13 @@ class ProjectedState(PartialKeysState):
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
-        self.projection[layer] = self.project(layer, query, key, rows)
+        axes, (batch, kv_heads, _, head_dim) = (
+            "batch, sides, KV heads, head_dim, columns",
+            key.shape,
+        )
+        found = self.project(layer, query, key, rows)
+        sizes = batch, (1, 2), kv_heads, head_dim, None
+        self.projection[layer] = checked(self.project, found, axes, *sizes)
         super().prompt(layer, query, key, value, rows)
 
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
@@ -188,7 +194,10 @@ class FixedProjectionState(ProjectedState, RetrievingState):
 
     def start(self, calibration: Calibration | None) -> None:
         super().start(calibration)
-        self.fixed: Tensor = self.method.projection(self.geometry.head_dim, calibration)
+        geometry, hook = self.geometry, self.method.projection
+        sizes = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, None
+        found = hook(geometry.head_dim, calibration)
+        self.fixed = checked(hook, found, "layers, KV heads, head_dim, columns", *sizes)
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
         return self.fixed[layer].to(key).expand(len(key), 1, -1, -1, -1)

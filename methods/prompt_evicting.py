@@ -59,6 +59,7 @@ from methods.base import (
     QueryRows,
     Selection,
     TokenCounts,
+    checked,
     require,
     share_above,
 )
@@ -105,10 +106,16 @@ class PromptEvictingState(EvictingState):
         tokens = self.tokens[layer][:, :, : key.shape[2]]
         before = (rows.lengths - self.method.window)[:, None, None]
         competes = (tokens >= self.method.num_sinks) & (tokens < before)
+        axes, sizes = "batch, KV heads, tokens", competes.shape
         found = self.prompt_score(layer, query, key, value, rows)
         score, of_equals = found if isinstance(found, tuple) else (found, None)
+        score = checked(self.prompt_score, score, axes, *sizes)
+        if of_equals is not None:
+            checked(self.prompt_score, of_equals, axes, *sizes)
         stay = self.stay(layer, score.masked_fill(~competes, -INF))
+        checked(self.stay, stay, "batch, KV heads or 1", sizes[0], (sizes[1], 1))
         score = self.second_score(layer, score, of_equals, competes, stay, value)
+        checked(self.second_score, score, axes, *sizes)
         tokens.masked_fill_(
             lowest_scores(score, competes, competes.sum(-1) - stay, of_equals), EMPTY
         )

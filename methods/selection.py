@@ -31,6 +31,7 @@ from methods.base import (
     State,
     TokenCounts,
     When,
+    checked,
     floor_frac,
     require,
 )
@@ -369,6 +370,15 @@ class RetrievingState(State):
         """
         raise NotImplementedError
 
+    def scored(self, layer: int, rows: QueryRows) -> Tensor:
+        """The `scores`, of the right shape."""
+        batch, num_rows = rows.positions.shape
+        kv_heads, group = self.geometry.num_kv_heads, self.geometry.group
+        number = self.num_pages if self.paged else rows.slot_positions.shape[-1]
+        axes = f"batch, KV heads, group, rows, {'pages' if self.paged else 'slots'}"
+        found = self.scores(layer, rows)
+        return checked(self.scores, found, axes, batch, kv_heads, group, num_rows, number)
+
     def index_read(self, layer: int, positions: Tensor) -> Tensor | None:
         """Size of the index that `scores` reads, in tokens (`Geometry.elements`), [batch, rows];
         None for no index."""
@@ -401,11 +411,13 @@ class RetrievingState(State):
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """The best pages and the unfinished one."""
         size, positions = self.method.page_size, rows.positions
-        scores = self.scores(layer, rows)
+        scores = self.scored(layer, rows)
         pages, unfinished = self.pages_read[positions], positions % size
         mask, num_pages = self.method.joined(self.best(rows, scores), pages, self.geometry)
         tokens = self.tokens_of(mask, rows) if self.paged else mask
         side, rest = self.index_read(layer, positions), self.rest(layer, rows, scores, tokens)
+        if side is not None:
+            checked(self.index_read, side, "batch, rows", *positions.shape)
         return Selection(tokens, num_pages * size + unfinished, side, rest=rest)
 
     def tokens_of(self, pages: Tensor, rows: QueryRows) -> Tensor:

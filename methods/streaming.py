@@ -44,6 +44,7 @@ from methods.base import (
     QueryRows,
     Selection,
     TokenCounts,
+    checked,
     require,
 )
 from methods.evicting import EvictingState, EvictingToBudget
@@ -87,7 +88,9 @@ class WindowState(EvictingState):
         token: [batch, 1 or num_kv_heads, 1, slots]; cached: [batch, rows].
         """
         oldest = (cached - self.recent[:, None])[:, None, :, None]
-        return (token < self.method.num_sinks) | (token >= oldest) | ~self.streams(layer)
+        streams, kv_heads = self.streams(layer), self.geometry.num_kv_heads
+        checked(self.streams, streams, "KV heads or 1, 1, 1", (kv_heads, 1), 1, 1)
+        return (token < self.method.num_sinks) | (token >= oldest) | ~streams
 
     def _leave(self, layer: int, cached: Tensor) -> None:
         stays = self._stays(layer, self.tokens[layer].unsqueeze(2), cached[:, None]).squeeze(2)

@@ -159,7 +159,7 @@ def small(monkeypatch) -> None:
 
 @pytest.fixture
 def one_model_of_the_contract(monkeypatch) -> None:
-    """`experiment=contract` on its model with windows and a softcap alone; with all of them it takes three times as
+    """`experiment=contract` on its model with windows and a softcap alone; with all of them it takes four times as
     long, and shipped methods are held to it on all."""
     from harness.checks import contract
 

@@ -40,17 +40,17 @@ from harness.checks.two_ways import (
 from harness.decode.links import open_link
 from harness.errors import UserError, line_in, reason
 from harness.model.attach import attach
-from harness.model.budgets import code_widths, expected_budget
+from harness.model.budgets import code_widths, codec_of_cache, expected_budget
 from harness.model.calibration import calibrate
-from harness.model.policies import new_states
+from harness.model.policies import new_states, policies_of
 from harness.model.tiny import tiny_ids, tiny_model
 from harness.replay.setup import CheckedCodec, Setup, codec_of
 from harness.settings.config import RunConfig
 from methods.base import Lengths, Method, TokenCounts
 from methods.codecs.base import FLOAT_DTYPES, RowCodec
 from methods.codecs.floats import FloatCodec
-from methods.codecs.split import CacheCodec, every_codec, without_keys
-from methods.extras import KeysOnDevice, to_calibrate, tokenized, why_replay_only
+from methods.codecs.split import CacheCodec, every_codec
+from methods.extras import to_calibrate, tokenized, why_replay_only
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"num_key_value_heads": 2}),
@@ -67,10 +67,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 32,
         },
     ),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 4,
+        },
+    ),
 }
 """Two query heads per KV head and rotary positions; one KV head per query head, queries scaled
 before, learned positions; a softcap, and layers with a sliding window between those that the method
-counts."""
+counts; a latent for all heads, of which the value is a part."""
 PROMPTS = {"even": (200, 200), "padded": (200, 180)}
 """Prompt tokens of each sequence: enough for the defaults of every shipped method."""
 BUDGET_TOLERANCE = 1e-9
@@ -186,9 +197,7 @@ def budget_is_its_closed_form(trial: Trial) -> str:
         )
     if not known:
         return f"reads what the data decides, here {found:.1%} of the cache"
-    codec = (
-        without_keys(trial.setup.codec) if isinstance(method, KeysOnDevice) else trial.setup.codec
-    )
+    codec = codec_of_cache(trial.setup.codec, method, geometry)
     expected = expected_budget(method, rows, geometry.num_layers, code_widths(codec, geometry))
     if abs(found - expected) > BUDGET_TOLERANCE:
         raise BrokenError(f"budget is {found:.6f}; by tokens_read it is {expected:.6f}")
@@ -380,6 +389,7 @@ def _refusal(trial: Trial) -> str | None:
     prompts = torch.tensor(PROMPTS["even"], device=attached.device)
     lengths = Lengths(prompts, prompts + STEPS)
     try:
+        policies_of(attached, setup.method, needs_method=False)
         new_states(attached, setup.method, lengths, setup.calibration)
     except ValueError as error:
         return str(error)

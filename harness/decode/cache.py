@@ -29,7 +29,7 @@ from harness.decode.links import Ticket
 from harness.decode.share import DeviceShare
 from harness.decode.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
 from harness.model.dense_prompts import LayerPrompt
-from harness.model.policies import Policy, SelectErrors, check_selection
+from harness.model.policies import Policy, SelectErrors, check_selection, take_prompt
 from methods.base import (
     EMPTY,
     Method,
@@ -257,7 +257,7 @@ class LayerCache:
         if self.state is not None:
             slots = key.shape[2] if self.evicts else self.store.capacity
             rows = PromptRows(self.batch.real, slots, prompt.inputs)
-            self.state.prompt(self.policy.number, query, key, value, rows)
+            take_prompt(self.state, self.policy.number, prompt, rows)
         if isinstance(self.state, EvictingState):
             columns = self.state.compact(self.policy.number, self.store.capacity)
             index = columns.clamp(min=0).unsqueeze(-1)

@@ -25,14 +25,14 @@ from harness.decode.share import BatchLengths
 from harness.decode.state_sizes import StateSizes, state_sizes
 from harness.decode.store import KVStore, RowFormat
 from harness.model.attached import Attached
+from harness.model.budgets import codec_of_cache
 from harness.model.policies import Policy, policies_of, require_layers
 from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
 from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
-from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
-from methods.extras import KeysOnDevice
+from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits
 
 CPU = torch.device("cpu")
 
@@ -127,8 +127,8 @@ class Plan:
     @property
     def coded(self) -> CacheCodec:
         """The codec of the layers under the method."""
-        codec = self.codec or self.exact
-        return without_keys(codec) if isinstance(self.method, KeysOnDevice) else codec
+        codec = codec_of_cache(self.codec, self.method, self.model.geometry)
+        return codec or self.exact
 
     def codec_of(self, policy: Policy) -> AnyCodec:
         """The codec of a layer."""

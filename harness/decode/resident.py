@@ -8,7 +8,7 @@ under every method and placement.
 
 from __future__ import annotations
 
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any, Self
 
 import torch
@@ -60,7 +60,7 @@ class ValuesCache(LayerCache):
     def keep_prompt(self, prompt: LayerPrompt) -> None:
         super().keep_prompt(prompt)
         key, value = prompt.key, prompt.value
-        mask = self.holder.resident(self.policy.number)
+        mask = self.holder.resident_tokens(self.policy.number, key)
         rows = self.batch.rows(0)
         most = max(self.sizes.tokens_resident(row, self.policy.number) for row in rows)
         slots, _ = indices(mask, most)
@@ -79,13 +79,12 @@ class ValuesCache(LayerCache):
     def bytes_of(store: KVStore, num_prompt: int, max_new_tokens: int) -> int:
         """Bytes of the resident rows, with `num_prompt` of the prompt in each head."""
         row = store.format
-        elements = row.head_dim + (row.value_dim or row.head_dim)
         rows = num_prompt + max_new_tokens
-        return store.heads * (rows * elements * row.dtype.itemsize + num_prompt)
+        return store.heads * (rows * row.elements * row.dtype.itemsize + num_prompt)
 
     def request_rows(self, selection: Selection) -> Tensor:
         slots = super().request_rows(selection)
-        self.fetched_keys = self.holder.rebuild(self.policy.number, slots)  # beside the transfer
+        self.fetched_keys = self.holder.rebuilt(self.policy.number, slots)  # beside the transfer
         return slots
 
     def parts(self, fetch: Fetch) -> list[KeyValue]:
@@ -109,10 +108,10 @@ class ResidualCache(LayerCache):
 
     A slot is a token's position, so groups of tokens are counted from each sequence's first token.
     The last tokens lie in a ring of `ring_rows` rows, as they are read (`keys`, `values`) and as
-    packed rows (`rows`). Token t lies in row t % ring_rows. One row more takes writes that are not
-    due. A key or value is packed when the codec says so and read coded from then on. A row goes to
-    the store when key and value are packed, with all rows of its key's group, so that fetched rows
-    decode by themselves.
+    packed rows (`rows`). Where keys hold the values, `values` is a view of `keys`. Token t lies in
+    row t % ring_rows. One row more takes writes that are not due. A key or value is packed when the
+    codec says so and read coded from then on. A row goes to the store when key and value are
+    packed, with all rows of its key's group, so that fetched rows decode by themselves.
     """
 
     def __init__(
@@ -128,21 +127,24 @@ class ResidualCache(LayerCache):
         self.is_fused = self.attends_by_kernels = False  # the ring lies between
         self.codec = codec
         self.ring_rows = self.num_ring_rows(codec)
-        heads, row_format = (store.batch, store.num_kv_heads), store.format
-        value_dim = row_format.value_dim or row_format.head_dim
-        options: dict[str, Any] = {"dtype": row_format.dtype, "device": store.device}
-        self.keys = torch.zeros(*heads, self.ring_rows + 1, row_format.head_dim, **options)
-        self.values = torch.zeros(*heads, self.ring_rows + 1, value_dim, **options)
+        row, ring = store.format, (store.batch, store.num_kv_heads, self.ring_rows + 1)
+        value_dim = row.value_dim or row.head_dim
+        options: dict[str, Any] = {"dtype": row.dtype, "device": store.device}
+        self.keys = torch.zeros(*ring, row.head_dim, **options)
+        if row.values_in_keys:
+            self.values = self.keys[..., :value_dim]
+        else:
+            self.values = torch.zeros(*ring, value_dim, **options)
         options["dtype"] = torch.uint8
-        self.rows = torch.zeros(*heads, self.ring_rows + 1, store.slot_bytes, **options)
+        self.rows = torch.zeros(*ring, store.slot_bytes, **options)
         if self.batch.is_padded:
             # Slots of a shorter sequence are read before they are written, and must be numbers.
             store.clear()
 
     def fork(self, share: DeviceShare) -> Self:
         child = super().fork(share)
-        child.keys, child.values = self.keys.clone(), self.values.clone()
-        child.rows = self.rows.clone()
+        # A view stays a view: where keys hold the values, in the copy as well.
+        child.keys, child.values, child.rows = deepcopy((self.keys, self.values, self.rows))
         return child
 
     @staticmethod
@@ -152,14 +154,13 @@ class ResidualCache(LayerCache):
 
     @property
     def device_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.rows.nbytes
+        return self.bytes_of(self.store, self.codec)
 
     @classmethod
     def bytes_of(cls, store: KVStore, codec: SplitCodec) -> int:
         """Bytes of the ring, one row more included."""
         row = store.format
-        elements = row.head_dim + (row.value_dim or row.head_dim)
-        of_row = elements * row.dtype.itemsize + store.slot_bytes
+        of_row = row.elements * row.dtype.itemsize + store.slot_bytes
         return store.heads * (cls.num_ring_rows(codec) + 1) * of_row
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:

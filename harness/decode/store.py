@@ -122,6 +122,11 @@ class RowFormat:
         return isinstance(self.codec, FloatCodec) and exact == self.dtype
 
     @property
+    def elements(self) -> int:
+        """Elements of a token's key and value."""
+        return self.head_dim + (0 if self.values_in_keys else self._value_size)
+
+    @property
     def _value_size(self) -> int:
         return self.value_dim or self.head_dim
 

@@ -45,7 +45,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.settings.schema import is_unmet
 from methods.base import NAMES_ROWS, Geometry, Method, State, TokenCounts
-from methods.codecs.split import AnyCodec, CacheCodec, codec_at, without_keys
+from methods.codecs.split import AnyCodec, CacheCodec, codec_at, of_keys_alone, without_keys
 from methods.extras import KeysOnDevice
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,18 @@ def window_share(cached: Tensor, geometry: Geometry) -> Tensor:
     for window in geometry.windows:
         in_windows += window.weight * window.num_cached(cached)
     return in_windows / (of_all + in_windows)
+
+
+def codec_of_cache(
+    codec: CacheCodec | None, method: Method, geometry: Geometry
+) -> CacheCodec | None:
+    """The codec of what the cache holds: of values alone where the method keeps the keys, of keys
+    alone where they hold the values."""
+    if isinstance(method, KeysOnDevice):
+        return without_keys(codec)
+    if codec is not None and geometry.values_in_keys:
+        return of_keys_alone(codec)
+    return codec
 
 
 def code_width(codec: AnyCodec | None, geometry: Geometry) -> float:
@@ -392,9 +404,7 @@ def with_budget_as_stored(
     """
     called = f"method {method.title}" if preset is None else f"method={preset}"
     counted, num_layers = Counter(rows), geometry.num_layers
-    widths = code_widths(
-        without_keys(codec) if isinstance(method, KeysOnDevice) else codec, geometry
-    )
+    widths = code_widths(codec_of_cache(codec, method, geometry), geometry)
 
     def size_of(number: float) -> float:
         return expected_budget(method.with_budget(number), counted, num_layers, widths)

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from harness.errors import UserError
 from methods.base import LayerInputs
+from methods.codecs.base import FP16_MAX
 from methods.codecs.split import AnyCodec
 
-FP16_MAX = torch.finfo(torch.float16).max
+SATURATED = 0.01
+"""Share of the largest element by which a row may read back otherwise than in a smaller scale."""
 LOOK_AT = (
     "look at its weights, and at the numbers in its configuration (rope_parameters, eps, scales)"
 )
@@ -107,12 +109,13 @@ def require_in_range(hidden: Tensor) -> None:
 
 
 def require_codable(codec: AnyCodec, layer: int, keys: Tensor, values: Tensor) -> None:
-    """Raise UserError where the codec of a layer gives finite keys or values back as infinite or
-    NaN.
+    """Raise UserError where the codec of a layer saturates at its keys or values, or gives finite
+    ones back as infinite or NaN. That fp8 saturates is its format.
 
     Codecs store fp16 numbers: elements, or the minimum, step or scale of a group. A number of a
     group is at most sqrt(head_dim) times its largest element, whatever the rotation. Only rows that
-    come near the range are coded to look. A GPU is not waited for, so there nothing is checked.
+    come near the range are coded to look: a 256th of them then reads back as something else than a
+    256th. A GPU is not waited for, so there nothing is checked.
     """
     if keys.device.type != "cpu":
         return
@@ -121,7 +124,9 @@ def require_codable(codec: AnyCodec, layer: int, keys: Tensor, values: Tensor) -
         largest = float(torch.maximum(most, -least))
         if largest * math.sqrt(rows.shape[-1]) <= FP16_MAX or not math.isfinite(largest):
             continue
-        if not row_codec.roundtrip(rows).isfinite().all():
+        back, smaller = row_codec.roundtrip(rows), row_codec.roundtrip(rows / 256) * 256
+        is_right = (back.float() - smaller.float()).abs().amax() <= SATURATED * largest
+        if not is_right and row_codec.name != "fp8":
             raise UserError(
                 f"codec={row_codec.name}: the {what} of layer {layer} reach {largest:.3g}, and it "
                 f"stores fp16 numbers, up to {FP16_MAX:.0f}; choose codec=bf16 for this layer "

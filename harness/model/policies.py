@@ -16,15 +16,18 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
 
 from harness.errors import UserError, line_in, line_of, message, reason
 from harness.model.attached import Attached
+from harness.model.dense_prompts import LayerPrompt
 from methods.attention import Softmax
 from methods.base import (
     NAMES_ROWS,
     Calibration,
     Lengths,
     Method,
+    PromptRows,
     QueryRows,
     Selection,
     State,
@@ -219,6 +222,31 @@ def check_selection(selection: Any, state: State, rows: QueryRows) -> None:
     where = f"method {type(state.method).__name__}: {line_of(type(state), 'select')}"
     error = UserError if own_classes(state) else TypeError
     raise error(f"{where}: select returned {fault}")
+
+
+def take_prompt(state: State, layer: int, prompt: LayerPrompt, rows: PromptRows) -> None:
+    """Let a state take in a layer's prompt. Raises UserError where it then keeps a tensor of the
+    sequences, at least a number for each column of the prompt, that it does not declare: `fork`
+    would not copy it, and it would not count as resident."""
+    before = _tensors_of(state).keys()
+    state.prompt(layer, prompt.query, prompt.key, prompt.value, rows)
+    declared = {*state.sequence_tensors, *state.slot_tensors, *getattr(state, "handed_on", ())}
+    batch, columns = rows.real.shape
+    for path, tensor in _tensors_of(state).items():
+        is_new = path not in before and path[0].key not in declared
+        if is_new and tensor.shape[:1] == (batch,) and tensor[0].numel() >= columns:
+            where = f"method {type(state.method).__name__}: {line_of(type(state), 'prompt')}"
+            raise UserError(
+                f"{where}: after prompt, `{path[0].key}` holds {[*tensor.shape]}; name it in "
+                "slot_tensors (a row for each slot) or sequence_tensors: else it neither counts as "
+                "resident nor is copied by fork"
+            )
+
+
+def _tensors_of(state: State) -> dict[Any, Tensor]:
+    """The tensors in a state's attributes, and in dicts and lists there, by the keys on the way."""
+    leaves, _ = tree_flatten_with_path(vars(state))
+    return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

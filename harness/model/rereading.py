@@ -25,7 +25,7 @@ from harness.model.model_cache import ModelCache
 from harness.model.output_projection import output_factor
 from harness.model.passes import Handler
 from harness.model.prompts import dense_pass, held_prompt, kept_bytes, prompt_bytes, shared_prompt
-from methods.base import Method, PromptRows, State
+from methods.base import Method, PromptRows, State, checked
 from methods.extras import NeedsInputs, Repetition, RereadingState, RereadRows, RereadsPrompt
 
 
@@ -216,7 +216,10 @@ class _RereadPass(Handler):
                 value_norms = self._value_norms(layer, prompt_value)
             chunk = self.repetition.chunk
             rows = RereadRows(query, key, prompt_key, chunk, input_norms, value_norms)
-            self.score[number] = self.method.reread(rows, softmax)
+            reread = self.method.reread
+            sizes = key.shape[1], chunk.stop - chunk.start
+            score = checked(reread, reread(rows, softmax), "KV heads, chunk", *sizes)
+            self.score[number] = score
         keys = torch.cat([prompt_key, key], 2)
         values = torch.cat([prompt_value, value], 2)
         tokens = torch.arange(keys.shape[2], device=keys.device)

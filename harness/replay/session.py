@@ -22,16 +22,16 @@ from torch import Tensor
 
 from harness.decode.gpu_cache import GpuCache, rooms
 from harness.model.attached import Attached
-from harness.model.budgets import ReadStats, SessionConstants, resident_share
+from harness.model.budgets import ReadStats, SessionConstants, codec_of_cache, resident_share
 from harness.model.dense_prompts import LayerPrompt
-from harness.model.policies import new_states, policies_of, require_layers
+from harness.model.policies import new_states, policies_of, require_layers, take_prompt
 from harness.model.rereading import run_prompts
 from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
 from methods.base import Calibration, Lengths, Method, PromptRows, State
-from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits, without_keys
+from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits
 from methods.evicting import EvictingState
-from methods.extras import KeysOnDevice, KeysOnDeviceState
+from methods.extras import KeysOnDeviceState
 
 
 class ReplaySession:
@@ -68,7 +68,7 @@ class ReplaySession:
     ) -> None:
         attached.require_length(int(final_lengths.max()))
         require_layers(codec, attached.geometry.num_layers)
-        self.codec = without_keys(codec) if isinstance(method, KeysOnDevice) else codec
+        self.codec = codec_of_cache(codec, method, attached.geometry)
         self.attached = attached
         self.method = method
         needs_method = not method.reads_all or self.codec is not None
@@ -138,7 +138,7 @@ class ReplaySession:
             return
         state = self.states[device]
         rows = self.prompt_rows[device]._replace(inputs=prompt.inputs)
-        state.prompt(policy.number, query, key, value, rows)
+        take_prompt(state, policy.number, prompt, rows)
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()
         if isinstance(state, KeysOnDeviceState):

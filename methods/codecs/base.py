@@ -20,6 +20,9 @@ from torch.nn.functional import pad
 
 FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Formats to compute in."""
+FP16_MAX = torch.finfo(torch.float16).max
+LARGEST = 1e17
+"""Magnitude at which elements saturate, so that sums of their squares stay finite."""
 Count = TypeVar("Count", int, Tensor)
 
 
@@ -178,6 +181,16 @@ def collected(dealt: Tensor, size: int, group_bytes: int) -> Tensor:
     groups = dealt.shape[-2] // size
     of_group = dealt.unflatten(-2, (groups, size)).flatten(-2)
     return of_group[..., :group_bytes].contiguous()
+
+
+def in_range(x: Tensor) -> Tensor:
+    """`x` in fp32, saturated at `LARGEST`."""
+    return x.float().clamp(-LARGEST, LARGEST)
+
+
+def to_half(numbers: Tensor) -> Tensor:
+    """Numbers in fp16; those beyond its range saturate, so that a row never reads back as NaN."""
+    return numbers.clamp(-FP16_MAX, FP16_MAX).half()
 
 
 def total(x: Tensor) -> Tensor:

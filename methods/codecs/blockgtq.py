@@ -26,10 +26,12 @@ from methods.codecs.base import (
     collected,
     deal_out,
     dealt_bytes,
+    in_range,
     pack_codes,
     plane_width,
     require_group_size,
     require_name,
+    to_half,
     total,
     unpack_codes,
 )
@@ -127,7 +129,7 @@ class BlockGtqCodec(RowCodec):
     def _quantize(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of tiles [..., tokens, head_dim]: codes in the order of places, int32; fp16 lengths [...,
         tokens, most_bits], by which centroids are multiplied; widths, int32 [..., pairs]."""
-        tiles = tiles.float()
+        tiles = in_range(tiles)
         energy = tiles.square().unflatten(-1, (2, -1)).sum(-2)  # [..., tokens, pairs]
         of_tile = total(energy.mT).squeeze(-1)
         widths = allocated(of_tile, self.bits, self.most_bits)
@@ -144,7 +146,7 @@ class BlockGtqCodec(RowCodec):
             of_width = torch.bucketize(normal.contiguous(), boundaries, out_int32=True)
             codes = torch.where(layout.width.unsqueeze(-2) == width, of_width, codes)
         of_codes = self._lengths(self._centroids(codes, layout), layout)
-        scale = (length / of_codes.masked_fill(of_codes == 0, 1.0)).half()
+        scale = to_half(length / of_codes.masked_fill(of_codes == 0, 1.0))
         return codes, scale, widths
 
     def _values(self, codes: Tensor, lengths: Tensor, layout: Layout) -> Tensor:

@@ -55,7 +55,9 @@ class FloatCodec(RowCodec):
         return packed[..., : head_dim * stored.itemsize].view(stored).to(dtype)
 
     def _stored(self, x: Tensor) -> Tensor:
-        # The cast turns numbers beyond e4m3's range into NaN; deployed kernels saturate.
-        if self.name == "fp8":
-            x = x.clamp(-FP8_MAX, FP8_MAX)
-        return x.to(STORED_DTYPES[self.name])
+        # A cast turns numbers beyond the range into infinity or NaN; deployed kernels saturate.
+        stored = STORED_DTYPES[self.name]
+        most = torch.finfo(stored).max
+        if most < torch.finfo(x.dtype).max:
+            x = x.float().clamp(-most, most)
+        return x.to(stored)

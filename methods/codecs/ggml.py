@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from methods.codecs.base import RowCodec, hadamard, pack_planes, require_name, unpack_planes
+from methods.codecs.base import (
+    RowCodec,
+    hadamard,
+    in_range,
+    pack_planes,
+    require_name,
+    to_half,
+    unpack_planes,
+)
 from methods.codecs.integers import Rotation
 
 GGML_BITS = {"q8_0": 8, "q5_1": 5, "q4_0": 4}
@@ -101,7 +109,7 @@ class GgmlCodec(RowCodec):
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """codes, fp32 [..., blocks, GGML_BLOCK], of `q4_0` and `q8_0` around 0; scale and minimum,
         fp16 [..., blocks, 1], the minimum 0 but in `q5_1`."""
-        rows = self._rotated(x.float())
+        rows = self._rotated(in_range(x))
         missing = -rows.shape[-1] % GGML_BLOCK
         if missing:
             rows = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], missing)], -1)
@@ -121,7 +129,7 @@ class GgmlCodec(RowCodec):
             magnitude = scaled.abs()
             whole = magnitude.floor()
             codes = scaled.sign() * (whole + (2 * (magnitude - whole)).floor_())
-        return codes, scale.half(), minimum.half()
+        return codes, to_half(scale), to_half(minimum)
 
     def _values(self, codes: Tensor, scale: Tensor, minimum: Tensor, head_dim: int) -> Tensor:
         """fp32 rows [..., head_dim]."""

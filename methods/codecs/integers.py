@@ -2,9 +2,10 @@
 
 FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses (section 5.1). Per
 token, KV head and group of `group_size` elements along head_dim: `lo = min`, `step = (max - lo) /
-(2^bits - 1)`, both rounded to fp16 before use; `code = round((x - lo) / step)`, clamped; `value =
-code * step + lo` in the compute dtype. A group whose step rounds to 0 gives `lo`. The last group of
-a row may be shorter. A packed row is `[lo, step of each group (fp16) | codes]`.
+(2^bits - 1)`, both rounded to fp16 before use, where they saturate at 65504; `code = round((x - lo)
+/ step)`, clamped; `value = code * step + lo` in the compute dtype. A group whose step rounds to 0
+gives `lo`. The last group of a row may be shorter. A packed row is `[lo, step of each group (fp16)
+| codes]`.
 
 With `rotation="hadamard"` a row is rotated before it is quantized and back after, as in QuaRot's KV
 cache (Ashkboos et al., NeurIPS 2024): the rotation spreads an outlier over the row.
@@ -29,10 +30,12 @@ from torch import Tensor
 from methods.codecs.base import (
     RowCodec,
     hadamard,
+    in_range,
     pack_planes,
     plane_width,
     require_group_size,
     require_name,
+    to_half,
     unpack_planes,
 )
 from methods.compiled import kernels_for
@@ -122,15 +125,17 @@ class IntegerCodec(RowCodec):
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """codes [..., num_groups, group], lo and step [..., num_groups, 1], rounded to fp16; all
         fp32."""
-        rows = x.float() if self.rotation is None else hadamard(x.float())
+        rows = in_range(x)
+        if self.rotation is not None:
+            rows = hadamard(rows)
         grouped = self._grouped(rows)
         levels = 2**self.bits - 1
         minimum = grouped.amin(-1, keepdim=True)
         intervals = minimum.new_full(
             (), levels
         )  # by a plain number CUDA does not divide: it multiplies by 1 / levels
-        step = grouped.amax(-1, keepdim=True).sub_(minimum).div_(intervals).half().float()
-        lo = minimum.half().float()
+        step = grouped.amax(-1, keepdim=True).sub_(minimum).div_(intervals)
+        step, lo = to_half(step).float(), to_half(minimum).float()
         divisor = step.masked_fill(step == 0, 1.0)  # code * 0 + lo is lo, whatever the code
         return (grouped - lo).div_(divisor).round_().clamp_(0, levels), lo, step
 

@@ -25,10 +25,12 @@ from methods.codecs.base import (
     deal_out,
     dealt_bytes,
     hadamard,
+    in_range,
     pack_planes,
     plane_width,
     require_group_size,
     require_name,
+    to_half,
     total,
     unpack_planes,
 )
@@ -115,7 +117,7 @@ class KvarnCodec(RowCodec):
         """Of tiles whose rows have a minimum and a step, channels of keys or tokens of values:
         codes, fp32 [..., tiles, rows, columns]; fp16 step and minimum [..., rows, 1] and scale
         [..., 1, columns]."""
-        by_token = hadamard(x.float()).unflatten(-2, (-1, self.group_size))
+        by_token = hadamard(in_range(x)).unflatten(-2, (-1, self.group_size))
         tiles = (by_token if self.of_values else by_token.mT).contiguous()
         of_columns, of_rows = balancing_scales(tiles)
         balanced = tiles / of_columns / of_rows
@@ -123,7 +125,8 @@ class KvarnCodec(RowCodec):
         minimum = balanced.amin(-1, keepdim=True)
         step = ((balanced.amax(-1, keepdim=True) - minimum) / levels).clamp_(min=1e-10)
         codes = ((balanced - minimum) / step).round_().clamp_(0, 2**self.bits - 1)
-        return codes, (of_rows * step).half(), (of_rows * minimum).half(), of_columns.half()
+        step, minimum = to_half(of_rows * step), to_half(of_rows * minimum)
+        return codes, step, minimum, to_half(of_columns)
 
     def _values(self, codes: Tensor, step: Tensor, minimum: Tensor, scale: Tensor) -> Tensor:
         """fp32 rows [..., tokens, head_dim]."""

@@ -3,7 +3,7 @@ codecs of their own (`LayerCodecs`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import ClassVar, NamedTuple
@@ -166,13 +166,26 @@ def mean_bits(codec: CacheCodec, layers: Sequence[int]) -> float:
 
 def without_keys(codec: CacheCodec | None) -> CacheCodec:
     """The codec of a cache that holds values only; None stores them as fp32, which is exact."""
-    if isinstance(codec, LayerCodecs):
-        named = []
-        for layers in codec.named:
-            named.append(layers._replace(codec=_values_alone(layers.codec)))
-        return LayerCodecs(_values_alone(codec.others), tuple(named))
-    return _values_alone(codec or FloatCodec("fp32"))
+
+    def of_values(codec: AnyCodec) -> SplitCodec:
+        return SplitCodec(NoCodec(), codec.values)
+
+    return _in_each_layer(codec or FloatCodec("fp32"), of_values)
 
 
-def _values_alone(codec: AnyCodec) -> SplitCodec:
-    return SplitCodec(NoCodec(), codec.values)
+def of_keys_alone(codec: CacheCodec) -> CacheCodec:
+    """The codec of a cache whose keys hold the values as well: one copy, coded when keys are."""
+
+    def of_keys(codec: AnyCodec) -> AnyCodec:
+        if not codec.residual:
+            return codec.keys
+        return SplitCodec(codec.keys, codec.keys, codec.residual)
+
+    return _in_each_layer(codec, of_keys)
+
+
+def _in_each_layer(codec: CacheCodec, change: Callable[[AnyCodec], AnyCodec]) -> CacheCodec:
+    if not isinstance(codec, LayerCodecs):
+        return change(codec)
+    named = tuple(layers._replace(codec=change(layers.codec)) for layers in codec.named)
+    return LayerCodecs(change(codec.others), named)

@@ -29,8 +29,10 @@ from methods.codecs.base import (
     RowCodec,
     code_bytes,
     hadamard,
+    in_range,
     pack_codes,
     require_name,
+    to_half,
     total,
     unpack_codes,
 )
@@ -82,12 +84,13 @@ class TurboCodec(RowCodec):
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """codes, int32 [..., head_dim], and scale [..., 1], rounded to fp16, in fp32."""
-        rows = hadamard(x.float())
+        rows = hadamard(in_range(x))
         centroids, boundaries = normal_levels(self.bits, x.device)
         length = total(rows.square()).sqrt_()
         normal = rows * (rows.shape[-1] ** 0.5 / length.masked_fill(length == 0, 1.0))
         codes = torch.bucketize(normal.contiguous(), boundaries, out_int32=True)
-        return codes, length.div_(total(centroids[codes].square()).sqrt_()).half().float()
+        scale = length.div_(total(centroids[codes].square()).sqrt_())
+        return codes, to_half(scale).float()
 
     def _values(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         centroids, _ = normal_levels(self.bits, codes.device)

@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from methods import compiled
-from methods.codecs.base import plane_width
+from methods.codecs.base import FP16_MAX, plane_width
 from methods.codecs.integers import IntegerCodec
 
 TO_WHOLE = tl.constexpr(1.5 * 2**23)
 """Adding this rounds a number below 2^22 to a whole one, halves to the even neighbour."""
+HALF_MAX = tl.constexpr(FP16_MAX)
 MOST_ROWS = 64
 """Rows of a KV head that kernels of a step take; of more, torch makes products."""
 
@@ -39,7 +40,8 @@ def pack_row(states, packed, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_S
     held = (member[None, :] < GROUP_SIZE) & (element < HEAD_DIM)
     least = tl.min(tl.load(states + element, mask=held, other=float("inf")).to(tl.float32), 1)
     most = tl.max(tl.load(states + element, mask=held, other=float("-inf")).to(tl.float32), 1)
-    lo, step = least.to(tl.float16), tl.div_rn(most - least, 2.0**BITS - 1).to(tl.float16)
+    step = tl.minimum(tl.div_rn(most - least, 2.0**BITS - 1), HALF_MAX).to(tl.float16)
+    lo = tl.minimum(tl.maximum(least, -HALF_MAX), HALF_MAX).to(tl.float16)
     meta = packed.to(tl.pointer_type(tl.float16)) + group * 2
     tl.store(meta, lo, mask=group < groups)
     tl.store(meta + 1, step, mask=group < groups)

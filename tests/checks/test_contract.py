@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.checks.contract import CHECKS, MODELS, OF_CODECS, BrokenError, judge
+from harness.checks.contract import CHECKS, MODELS, OF_CODECS, BrokenError, _refusal, judge
 from harness.checks.two_ways import HostRun, Trial, live_on_host
 from harness.decode.links import EmulatedLink
 from harness.errors import UserError
@@ -22,7 +22,7 @@ from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.settings.paths import CONF_DIR
 from methods.base import Geometry, QueryRows, Rest, Selection
-from methods.extras import to_calibrate
+from methods.extras import KeysOnDevice, to_calibrate
 from tests.cases import CASES, SHIPPED, WIDE, shipped
 from tests.conftest import refused
 from tests.living import (
@@ -157,6 +157,22 @@ def test_a_shipped_codecs_live_is_its_replay(name):
         assert got[1:] == pytest.approx(expected[1:], abs=1e-9)
         host = live_session(attached, case, LONG, placement="host", link=link)
         assert torch.equal(host.logits, got.logits)
+
+
+LATENTS = "DeepSeek-V3"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_live_is_replay_on_latents(name):
+    """Every method and codec in `conf/method`, on the contract's model whose keys hold the values."""
+    case, model_type, shape = shipped(name), *MODELS[LATENTS]
+    with attach(tiny_model(model_type, **shape)) as attached:
+        assert attached.geometry.values_in_keys
+        measured = calibrate(attached, case.method, list(range(3, 253))) if to_calibrate(case.method) else None
+        trial = Trial(attached, None, Setup(case.method, case.codec, measured), LONG)
+        found = _refusal(trial) or judge(CHECKS["live decoding is replay"], trial).verdict
+    keeps_keys = isinstance(case.method, KeysOnDevice)
+    assert found == "ok" or (keeps_keys and "keeps the keys: in this model they hold the values as well" in found)
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if shipped(name).codec is None])

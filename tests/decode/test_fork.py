@@ -63,8 +63,8 @@ def test_forks_begin_without_rows_on_the_device():
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "deepseek_v3"])
-def test_forks_have_windows_and_recurrent_states_of_their_own(family):
-    for name in "h2o", "infinigen":
+def test_forks_have_windows_recurrent_states_and_rings_of_their_own(family):
+    for name in "h2o", "infinigen", "kivi":
         require_same_as_alone(mixed(family), CASES[name], "even", "device")
 
 

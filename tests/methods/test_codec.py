@@ -318,6 +318,26 @@ def test_every_shipped_codec_keeps_the_contract(name):
         assert judge(codec_rows_are_as_counted, trial).verdict == "ok"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e4, 6e4, 1e5, 3e38])
+def test_rows_beyond_fp16_read_back_as_finite_numbers(scale, dtype):
+    """The numbers of a group saturate: nothing is NaN, packed or not."""
+    for codec in makers():
+        x = rows((2, 2, 2 * codec.span, 64), seed=7).clamp(-1, 1).mul(scale).to(dtype)
+        x[..., 0], x[..., 1] = -scale, scale
+        back = codec.roundtrip(x)
+        assert back.isfinite().all(), codec
+        assert torch.equal(codec.decode(codec.encode(x), 64, dtype), back), codec
+
+
+def test_what_a_row_saturates_at_by_hand():
+    """A step of int1 is at most fp16's largest number, and so is its minimum."""
+    x = torch.tensor([[-6e4, 6e4], [-1e5, 1e5], [0.0, 7e4]])
+    expected = torch.tensor([[-60000.0, 5504.0], [-65504.0, 0.0], [0.0, 65504.0]])
+    assert torch.equal(IntegerCodec("int1").roundtrip(x), expected)
+    assert torch.equal(FloatCodec("fp16").roundtrip(x.bfloat16())[1].float(), torch.tensor([-65536.0, 65536.0]))
+
+
 # KIVI: keys per channel in groups of tokens, the last tokens exact
 
 GROUP, RESIDUAL, PROMPT, STEPS = 4, 8, 21, 20

@@ -95,6 +95,11 @@ def test_a_latent_is_stored_once_for_all_heads_by_hand():
         with closing(open_live(attached, Case(Full()), placement="host", link=link)) as session:
             force(session, (PROMPT, PROMPT))
             assert session.h2d_bytes == 4 * 2 * sum(range(PROMPT, PROMPT + STEPS)) * 32 * 4
+        with closing(open_live(attached, CASES["kivi"], placement="host", link=link)) as session:
+            force(session, (PROMPT, PROMPT))
+            codec = session.stores[2].codec
+            ring_rows, packed = codec.residual + codec.span + 1, 32 // 2 + 32 * 4 // codec.span
+            assert [cache.device_bytes for cache in session.caches] == [0, 0, *[2 * ring_rows * (32 * 4 + packed)] * 2]
         with pytest.raises(UserError, match="in this model they hold the values"):
             open_session(attached, CASES["shadowkv"], [20], 20)
 
