@@ -155,17 +155,17 @@ class KeysOnDeviceState(State):
         """
         raise NotImplementedError
 
-    def resident_tokens(self, layer: int, key: Tensor) -> Tensor:
-        """What is `resident` of a prompt of this `key`, of the right shape."""
-        found = self.resident(layer)
-        return checked(self.resident, found, "batch, KV heads, tokens", *key.shape[:3])
 
-    def rebuilt(self, layer: int, slots: Tensor) -> Tensor:
-        """The keys that `rebuild` gives, of the right shape."""
-        sizes = *slots.shape, self.geometry.head_dim
-        return checked(
-            self.rebuild, self.rebuild(layer, slots), "batch, KV heads, n, head_dim", *sizes
-        )
+def resident_of(state: KeysOnDeviceState, layer: int, key: Tensor) -> Tensor:
+    """What is `resident` of a prompt of this `key`, of the right shape."""
+    found = state.resident(layer)
+    return checked(state.resident, found, "batch, KV heads, tokens", *key.shape[:3])
+
+
+def rebuilt(state: KeysOnDeviceState, layer: int, slots: Tensor) -> Tensor:
+    """The keys that `rebuild` gives, of the right shape."""
+    found, sizes = state.rebuild(layer, slots), (*slots.shape, state.geometry.head_dim)
+    return checked(state.rebuild, found, "batch, KV heads, n, head_dim", *sizes)
 
 
 # Selections of which a layer takes those of an earlier one

@@ -97,6 +97,10 @@ class LogitsDifferError(BrokenError):
     errors. On other tokens it does not differ again."""
 
 
+class LaterRowsError(LogitsDifferError):
+    """A row's result depends on the rows behind it."""
+
+
 # The checks: each returns a line that says how well the method does, or raises BrokenError
 
 
@@ -109,10 +113,21 @@ def live_is_replay(trial: Trial) -> str:
     except Exception as error:
         error.add_note(where)
         raise
-    _same_logits(in_blocks.logits, trial.replayed.logits, f"{where}: ")
-    _same_shares(in_blocks, trial.replayed, f"{where}: ", "in one block")
-    _same_shares(trial.on_device, trial.replayed, "", "in replay")
-    return _same_logits(trial.on_device.logits, trial.replayed.logits)
+    try:
+        _same_logits(in_blocks.logits, trial.replayed.logits, f"{where}: ")
+        _same_shares(in_blocks, trial.replayed, f"{where}: ", "in one block")
+        _same_shares(trial.on_device, trial.replayed, "", "in replay")
+        return _same_logits(trial.on_device.logits, trial.replayed.logits)
+    except BrokenError as error:
+        in_turns = replay_in_turns(trial.attached, trial.setup, trial.prompts, trial.seed)
+        for fewer_rows in (in_blocks, in_turns):
+            if not largest_difference(fewer_rows.logits, trial.replayed.logits) <= TOLERANCE:
+                raise LaterRowsError(
+                    "what a row reads depends on the rows behind it: select uses tokens later than "
+                    "its row (rows.visible() are those it may use), or does not carry its state "
+                    f"from block to block: {error}"
+                ) from error
+        raise
 
 
 def host_is_device(trial: Trial) -> str:
@@ -295,7 +310,7 @@ CHECKS: dict[str, Callable[[Trial], str]] = {
 OF_CODECS: dict[str, Callable[[Trial], str]] = {
     "a codec's rows are as counted": codec_rows_are_as_counted
 }
-"""Checks where there is a codec; the others then are of the method with that codec."""
+"""Checks where there is a codec, before the others, which then are of the method with it."""
 
 
 def _same_as_alone(batch: Result, alone: Sequence[Result], trial: Trial, where: str) -> str:
@@ -335,14 +350,17 @@ def _same_logits(got: Tensor, expected: Tensor, where: str = "") -> str:
 
 
 class Finding(NamedTuple):
-    """How a check ended; `-` where it does not apply."""
+    """How a check ended; `-` where it does not apply. is_cause: the words name what is wrong in the
+    method's own code, so that other checks would say no more."""
 
     verdict: Literal["ok", "-", "FAILED"]
     words: str
+    is_cause: bool = False
 
 
 def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
-    """Check a method, and its codec if any, on every model and batch. write: takes a line.
+    """Check a method, and its codec if any, on every model and batch, up to an error in its code.
+    write: takes a line.
 
     Raises UserError where a check failed, or where the method takes none of the models.
     """
@@ -350,7 +368,7 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
     codec, words = codec_of(config), f"method={config.method_name}"
     if config.own_codec is not None:
         words += f" codec={config.codec}"
-    checks = CHECKS if codec is None else CHECKS | OF_CODECS
+    checks = CHECKS if codec is None else OF_CODECS | CHECKS
     for where, trial in _trials(config.method, codec, torch.device(config.platform.name)):
         refusal = _refusal(trial)
         refusals.append(refusal)
@@ -358,6 +376,8 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
             finding = Finding("-", refusal) if refusal else judge(check, trial)
             write(f"{finding.verdict:6} {where:13} {name}: {finding.words}")
             verdicts.append(finding.verdict)
+            if finding.is_cause:
+                raise UserError(f"{words}: the line above says why; no other check was made")
     failed = verdicts.count("FAILED")
     if failed:
         raise UserError(f"{words}: {failed} of {len(verdicts)} checks failed")
@@ -412,7 +432,8 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
     except NotAskedError as error:
         return Finding("-", str(error))
     except BrokenError as error:
-        return Finding("FAILED", str(error))
+        is_cause = isinstance(error, LaterRowsError) or check in OF_CODECS.values()
+        return Finding("FAILED", str(error), is_cause)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -424,4 +445,4 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
                 judged.append(half.codec if isinstance(half, CheckedCodec) else half)
         files = {str(sys.modules[type(part).__module__].__file__) for part in judged}
         line = line_in(error, files)
-        return Finding("FAILED", f"{where}{said} ({line})" if line else f"{where}{said}")
+        return Finding("FAILED", f"{where}{said} ({line})" if line else f"{where}{said}", True)

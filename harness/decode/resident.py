@@ -24,7 +24,7 @@ from harness.model.policies import Policy
 from methods.base import EMPTY, Method, Selection, State, Window
 from methods.codecs.base import RowCodec
 from methods.codecs.split import SplitCodec
-from methods.extras import KeysOnDevice, KeysOnDeviceState
+from methods.extras import KeysOnDevice, KeysOnDeviceState, rebuilt, resident_of
 
 
 class ValuesCache(LayerCache):
@@ -60,7 +60,7 @@ class ValuesCache(LayerCache):
     def keep_prompt(self, prompt: LayerPrompt) -> None:
         super().keep_prompt(prompt)
         key, value = prompt.key, prompt.value
-        mask = self.holder.resident_tokens(self.policy.number, key)
+        mask = resident_of(self.holder, self.policy.number, key)
         rows = self.batch.rows(0)
         most = max(self.sizes.tokens_resident(row, self.policy.number) for row in rows)
         slots, _ = indices(mask, most)
@@ -84,7 +84,7 @@ class ValuesCache(LayerCache):
 
     def request_rows(self, selection: Selection) -> Tensor:
         slots = super().request_rows(selection)
-        self.fetched_keys = self.holder.rebuilt(self.policy.number, slots)  # beside the transfer
+        self.fetched_keys = rebuilt(self.holder, self.policy.number, slots)  # beside the transfer
         return slots
 
     def parts(self, fetch: Fetch) -> list[KeyValue]:

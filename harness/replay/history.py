@@ -14,7 +14,7 @@ from harness.model.passes import require_codable
 from methods.base import EMPTY
 from methods.codecs.base import RowCodec
 from methods.codecs.split import AnyCodec
-from methods.extras import KeysOnDeviceState
+from methods.extras import KeysOnDeviceState, rebuilt, resident_of
 
 
 class History:
@@ -132,12 +132,12 @@ class History:
     ) -> None:
         """Write a prompt whose keys `state` has taken in: the resident rows exactly, the others as
         `state` rebuilds them. number: the layer's, as methods count."""
-        self.resident[layer] = state.resident_tokens(number, key)
+        self.resident[layer] = resident_of(state, number, key)
         stays = self.resident[layer].unsqueeze(-1)
         columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
         keys = self.kv[layer][0][:, :, : key.shape[2]]
         values = self.kv[layer][1][:, :, : key.shape[2]]
-        keys.copy_(torch.where(stays, key, state.rebuilt(number, columns)))
+        keys.copy_(torch.where(stays, key, rebuilt(state, number, columns)))
         values.copy_(torch.where(stays, value, values))
 
     def fork(self, index: Tensor, num_columns: int) -> History:

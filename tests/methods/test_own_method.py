@@ -200,7 +200,20 @@ MISTAKES = {
         "count = self.count[layer][:, None] + torch.arange(rows.positions.shape[1])\n"
         "        self.count[layer] = count[:, 0] + 1\n"
         "        mask = rows.visible() & (rows.slot_positions.unsqueeze(2) >= (count % 5)[:, None, :, None] * 20)",
-        "live decoding is replay: replay in blocks of 3 rows: logits differ by .*, first in row 4$",
+        "live decoding is replay: what a row reads depends on .*or does not carry its state from block to block: "
+        "replay in blocks of 3 rows: logits differ by .*, first in row 4$",
+    ),
+    "looks at later tokens": (
+        "norms = self.norms[layer][:, :, None, : rows.slot_positions.shape[-1]]\n"
+        "        mask = rows.visible() & (norms >= norms.mean(-1, keepdim=True))",
+        "what a row reads depends on the rows behind it: select uses tokens later than its row",
+    ),
+    "keeps what it does not declare": (
+        "return Selection(rows.visible(), rows.positions)\n\n"
+        "    def prompt(self, layer, query, key, value, rows):\n"
+        "        self.keys = [key]\n\n"
+        "    def unused(self, mask):",
+        r"method Mine: {here}/mine.py:21: after prompt, `keys` holds \[2, 2, 200, 16\]; name it in slot_tensors",
     ),
     "shares its state with a fork": (
         "mask = rows.visible()\n"
@@ -211,6 +224,13 @@ MISTAKES = {
         "a fork is fresh",
     ),
 }
+
+
+CAUSES = (
+    "an error", "goes on from the first row of the block", "looks at later tokens", "keeps what it does not declare",
+    "shares its state with a fork",
+)  # fmt: skip
+"""Mistakes whose cause one line names, without a line for each other check."""
 
 
 def failed(capsys) -> tuple[list[str], str]:
@@ -225,7 +245,9 @@ def failed(capsys) -> tuple[list[str], str]:
 def test_a_mistake_is_found(mistake, own_folder, capsys):
     body, expected = MISTAKES[mistake]
     write(RETRIEVING.replace("{body}", body))
-    lines, _ = failed(capsys)
+    lines, error = failed(capsys)
+    names_cause = error == "error: method=mine: the line above says why; no other check was made\n"
+    assert names_cause == (len(lines) == 1) and names_cause == (mistake in CAUSES)
     assert any(re.search(expected.replace("{here}", re.escape(str(own_folder))), line) for line in lines), lines
 
 
