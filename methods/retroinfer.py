@@ -12,22 +12,24 @@ kmeans.py).
 Keys are centred before they are clustered. Rounds of k-means assign a key to the centroid with the
 largest product, and normalise the means; the last round assigns among the centroids of all segments
 and does not normalise. It starts at even distances, so that a prompt has the same clusters in any
-batch. Each 1,024 tokens that have left the last ones are clustered on their own.
+batch. Each `update` tokens that have left the last ones are clustered on their own.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**retroinfer** reads the `num_sinks` (4) first and `num_recent` (64) last tokens. Between them, keys
-are clustered in each KV head: centred, in segments of `segment` (8,192) tokens, about
+**retroinfer** reads the `num_sinks` (4) first tokens and the last ones, `recent_frac` (0.5 %) of
+the prompt. Between them, keys are clustered in each KV head: centred, in segments of `segment` (8,192) tokens, about
 `cluster_size` (16) to a cluster, in `iterations` (10) rounds of k-means by the largest product with
 normalised means, the last without. Clusters are ranked by the sum over the group of the softmax
 over their centroids c. The tokens of the best `retrieval_frac` (1.8 %) of the clusters are read;
 the next best `estimation_frac` (23.2 %) add n e^(q · c) to the denominator of the attention and
-e^(q · c) · (sum of values) to its numerator; the others nothing. When `update` (1,024) tokens have
-left the last ones, they are clustered, too.
+e^(q · c) · (sum of values) to its numerator; the others nothing. When `update_frac` (0.78 %) of the
+prompt's number of tokens have left the last ones, they are clustered, too, a cluster's at least.
 
 - Clusters differ in size, so the data decides how many tokens are read. `budget=` and
   `method.budget` fix that number: clusters are read in their order, the last one in part, and what
   is left of it is estimated at the cluster's mean value.
+- The official code's 64 last tokens and updates of 1,024, made for prompts of 128k, are shares here:
+  of a prompt of 960 tokens they would be all that is read at 10 %.
 - In the official code (microsoft/RetrievalAttention, newest version) the numbers of clusters, of
   segments, and of clusters read and estimated are rounded to the nearest, where they are rounded
   down here. The number of clusters is that of the whole prompt and a multiple of lcm(8, segments)
@@ -355,7 +357,7 @@ class RetroInferState(State):
 @dataclass(frozen=True)
 class RetroInfer(WeighsRest):
     """Defaults are the official code's, which rounds counts to the nearest where this rounds them
-    down.
+    down, but for the last tokens and updates.
 
     With `budget` the last cluster is read in part, and its other tokens are estimated. First
     and last tokens count in it.
