@@ -17,19 +17,20 @@ batch. Each `update` tokens that have left the last ones are clustered on their 
 The rule, and where it differs (made into docs/methods.md):
 
 **retroinfer** reads the `num_sinks` (4) first tokens and the last ones, `recent_frac` (0.5 %) of
-the prompt. Between them, keys are clustered in each KV head: centred, in segments of `segment` (8,192) tokens, about
-`cluster_size` (16) to a cluster, in `iterations` (10) rounds of k-means by the largest product with
-normalised means, the last without. Clusters are ranked by the sum over the group of the softmax
-over their centroids c. The tokens of the best `retrieval_frac` (1.8 %) of the clusters are read;
-the next best `estimation_frac` (23.2 %) add n e^(q · c) to the denominator of the attention and
-e^(q · c) · (sum of values) to its numerator; the others nothing. When `update_frac` (0.78 %) of the
-prompt's number of tokens have left the last ones, they are clustered, too, a cluster's at least.
+the prompt. Between them, keys are clustered in each KV head: centred, in segments of `segment`
+(8,192) tokens, about `cluster_size` (16) to a cluster, in `iterations` (10) rounds of k-means by
+the largest product with normalised means, the last without. Clusters are ranked by the sum over the
+group of the softmax over their centroids c. The tokens of the best `retrieval_frac` (1.8 %) of the
+clusters are read; the next best `estimation_frac` (23.2 %) add n e^(q · c) to the denominator of
+the attention and e^(q · c) · (sum of values) to its numerator; the others nothing. When
+`update_frac` (0.78 %) of the prompt's number of tokens have left the last ones, they are clustered,
+too, a cluster's at least.
 
 - Clusters differ in size, so the data decides how many tokens are read. `budget=` and
   `method.budget` fix that number: clusters are read in their order, the last one in part, and what
   is left of it is estimated at the cluster's mean value.
-- The official code's 64 last tokens and updates of 1,024, made for prompts of 128k, are shares here:
-  of a prompt of 960 tokens they would be all that is read at 10 %.
+- The official code's 64 last tokens and updates of 1,024, made for prompts of 128k, are shares
+  here: of a prompt of 960 tokens they would be all that is read at 10 %.
 - In the official code (microsoft/RetrievalAttention, newest version) the numbers of clusters, of
   segments, and of clusters read and estimated are rounded to the nearest, where they are rounded
   down here. The number of clusters is that of the whole prompt and a multiple of lcm(8, segments)
@@ -96,9 +97,10 @@ class RetroInferState(State):
     num_kv_heads, clusters], 0 for an empty one. cluster: int [batch, num_kv_heads, slots], number
     of each token's cluster, -1 for none yet.
 
-    Where there will be updates, the tokens that are in no cluster yet, without the first ones, with
-    room for the longest prompt's `num_recent` and `update`: recent_keys, recent_values: [batch,
-    num_kv_heads, room, size]; recent_slots: int64 [batch, room]. seen: int64 [batch], tokens so far.
+    Where there will be updates, the tokens that are in no cluster yet, without the first ones:
+    recent_keys, recent_values: [batch, num_kv_heads, room, size]; recent_slots: int64 [batch,
+    room], with room for `num_recent` and `update` of the longest prompt. seen: int64 [batch],
+    tokens so far.
     """
 
     sequence_tensors = (
@@ -389,7 +391,7 @@ class RetroInfer(WeighsRest):
     iterations: int = setting(10, "rounds of k-means", least(1))
     update_frac: float = setting(
         0.0078,
-        "tokens behind the prompt that are clustered at once, as a share of it; at least one cluster's",
+        "share of the prompt: so many tokens behind it are clustered at once, at least cluster_size",
         share(zero=True),
     )
 

@@ -182,7 +182,7 @@ def test_sizes_by_hand():
 
 
 def test_of_any_prompt_a_tenth_is_mostly_clusters():
-    """What is always read is a share of the prompt: numbers made for 128k tokens would be all that a short prompt reads."""
+    """What is always read is a share of the prompt: numbers made for 128k would be all that a short one reads."""
     for prompt in (960, 4032, 32_000):
         method = RetroInfer().with_budget(0.1)
         steady = max(method.steady(TokenCounts(cached, prompt, 2 * prompt)) for cached in range(prompt, prompt + 64))
