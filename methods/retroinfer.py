@@ -391,7 +391,7 @@ class RetroInfer(WeighsRest):
     iterations: int = setting(10, "rounds of k-means", least(1))
     update_frac: float = setting(
         0.0078,
-        "share of the prompt: so many tokens behind it are clustered at once, at least cluster_size",
+        "share of the prompt: tokens behind it that are clustered at once, at least cluster_size",
         share(zero=True),
     )
 
