@@ -26,8 +26,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from harness.data.rows import from_hub
 from harness.errors import UserError
 from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig, RunConfig
@@ -77,7 +75,9 @@ def code_text() -> str:
 
 def headers_text() -> str:
     """`C_HEADERS` as the installed NumPy has them, joined by blank lines."""
-    folder = Path(np.get_include()) / "numpy"
+    from numpy import get_include
+
+    folder = Path(get_include()) / "numpy"
     return "\n\n".join(read_text(folder / name, "corpus=headers, file") for name in C_HEADERS)
 
 
