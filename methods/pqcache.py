@@ -1,16 +1,19 @@
 """PQCache (Zhang et al., SIGMOD 2025): tokens scored by a product quantisation of their keys.
 
-A key, after its position, is cut into sub-vectors with `2^bits` centroids each, found by k-means on
+A key, after its position, is cut into parts with `2^bits` centroids each, found by k-means on
 one KV head's keys of the prompt. The index stores the numbers of a token's nearest centroids, and a
 token's score is a sum of look-ups. A generated token takes the nearest existing centroids.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**pqcache** cuts a key into `sub_vectors` (2) parts with 2^`bits` (64) centroids each, from k-means
-on the prompt's keys without the first `num_sinks` (32) tokens. A token's score is the sum of its
-centroids' products with the query; a group adds its heads' probabilities. `recent_frac` (0.5) is a
-share of the tokens read beside the sinks. K-means starts at even distances (the official code at
-random) and runs `iterations` (10) rounds, so that a prompt has the same codes in any batch.
+**pqcache** cuts a key into parts of `part_size` (4) elements with 2^`bits` (64) centroids each,
+from k-means on the prompt's keys without the first `num_sinks` (4) tokens. A token's score is the
+sum of its centroids' products with the query; a group adds its heads' probabilities. `recent_frac`
+(0.25) is a share of the tokens read beside the sinks. K-means starts at even distances (the
+official code at random) and runs `iterations` (10) rounds, so that a prompt has the same codes in
+any batch.
+
+- The official code has 32 first tokens, as many recent ones as best ones, and two parts of a key.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from methods.settings import Allowed, least, setting
 
 
 class PQCacheState(RetrievingState):
-    """centroids[layer]: [batch, num_kv_heads, sub_vectors, 2^bits, head_dim / sub_vectors], fp32.
-    codes[layer]: uint8 [batch, num_kv_heads, slots, sub_vectors]."""
+    """centroids[layer]: [batch, num_kv_heads, parts, 2^bits, part_size], fp32. codes[layer]: uint8
+    [batch, num_kv_heads, slots, parts]."""
 
     sequence_tensors = ("centroids",)
     slot_tensors = {"codes": 0}
@@ -43,7 +46,7 @@ class PQCacheState(RetrievingState):
         first = (rows.lengths - 1).clamp(max=method.num_sinks)
         clustered = rows.real & (rows.positions >= first[:, None])
         self.centroids[layer] = kmeans(self._cut(key), clustered, 2**method.bits, method.iterations)
-        shape = (*key.shape[:2], rows.num_slots, method.sub_vectors)
+        shape = (*key.shape[:2], rows.num_slots, key.shape[-1] // method.part_size)
         self.codes[layer] = torch.zeros(shape, dtype=torch.uint8, device=key.device)
         super().prompt(layer, query, key, value, rows)
 
@@ -54,7 +57,7 @@ class PQCacheState(RetrievingState):
         self.codes[layer][:, :, slots] = codes.transpose(2, 3).to(torch.uint8)
 
     def scores(self, layer: int, rows: QueryRows) -> Tensor:
-        """The sum over sub-vectors of the query's product with the token's centroid."""
+        """The sum over parts of the query's product with the token's centroid."""
         geometry, slots = self.geometry, rows.slot_positions.shape[-1]
         stacked = (
             rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3)
@@ -62,7 +65,7 @@ class PQCacheState(RetrievingState):
         )
         tables = (
             self._cut(stacked) @ self.centroids[layer].mT
-        )  # [batch, kv, sub_vectors, group * rows, 2^bits]
+        )  # [batch, kv, parts, group * rows, 2^bits]
         codes = self.codes[layer][:, :, :slots].long().unsqueeze(2)
         shape = (*tables.shape[:2], tables.shape[3], slots)
         scores = tables.new_zeros(shape)
@@ -73,21 +76,20 @@ class PQCacheState(RetrievingState):
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """The codes of every token, and the centroids once."""
         head_dim, method = self.geometry.head_dim, self.method
-        bits = (
-            positions.double() * method.sub_vectors * method.bits + 2**method.bits * head_dim * 16
-        )
+        of_token = head_dim // method.part_size * method.bits
+        bits = positions.double() * of_token + 2**method.bits * head_dim * 16
         return bits / (16 * self.geometry.elements)
 
     def _cut(self, vectors: Tensor) -> Tensor:
-        """[batch, num_kv_heads, n, head_dim] as sub-vectors [batch, num_kv_heads, sub_vectors, n,
-        elements], fp32."""
-        return vectors.float().unflatten(-1, (self.method.sub_vectors, -1)).transpose(2, 3)
+        """[batch, num_kv_heads, n, head_dim] as parts [batch, num_kv_heads, parts, n, part_size],
+        fp32."""
+        return vectors.float().unflatten(-1, (-1, self.method.part_size)).transpose(2, 3)
 
 
 @dataclass(frozen=True)
 class PQCache(Retrieving):
     """Reads the first tokens, the most recent ones, and the best by their codes. Defaults are the
-    official code's.
+    best of those tried on SmolLM2.
 
     Source: PQCache (SIGMOD 2025)
     Keeps: every token; codes of its key
@@ -95,11 +97,11 @@ class PQCache(Retrieving):
     """
 
     group: str = "sum_probs"
-    num_sinks: int = 32
+    num_sinks: int = 4
     recent_frac: float = setting(
-        0.5, "share of the tokens read, beside the sinks, that are the most recent"
+        0.25, "share of the tokens read, beside the sinks, that are the most recent"
     )
-    sub_vectors: int = setting(2, "parts of a key, each coded on its own", least(1))
+    part_size: int = setting(4, "elements of a key that are coded together", least(1))
     bits: int = setting(
         6, "bits of a code", Allowed("an integer from 1 to 8", lambda value: 1 <= value <= 8)
     )
@@ -110,7 +112,7 @@ class PQCache(Retrieving):
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         divides = f"a divisor of {geometry.head_dim}, the elements of a head"
-        require(geometry.head_dim % self.sub_vectors == 0, "sub_vectors", self.sub_vectors, divides)
+        require(geometry.head_dim % self.part_size == 0, "part_size", self.part_size, divides)
         super().check(geometry, lengths)
 
     def forced(

@@ -12,22 +12,25 @@ kmeans.py).
 Keys are centred before they are clustered. Rounds of k-means assign a key to the centroid with the
 largest product, and normalise the means; the last round assigns among the centroids of all segments
 and does not normalise. It starts at even distances, so that a prompt has the same clusters in any
-batch. Each 1,024 tokens that have left the last ones are clustered on their own.
+batch. Each `update` tokens that have left the last ones are clustered on their own.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**retroinfer** reads the `num_sinks` (4) first and `num_recent` (64) last tokens. Between them, keys
-are clustered in each KV head: centred, in segments of `segment` (8,192) tokens, about
-`cluster_size` (16) to a cluster, in `iterations` (10) rounds of k-means by the largest product with
-normalised means, the last without. Clusters are ranked by the sum over the group of the softmax
-over their centroids c. The tokens of the best `retrieval_frac` (1.8 %) of the clusters are read;
-the next best `estimation_frac` (23.2 %) add n e^(q · c) to the denominator of the attention and
-e^(q · c) · (sum of values) to its numerator; the others nothing. When `update` (1,024) tokens have
-left the last ones, they are clustered, too.
+**retroinfer** reads the `num_sinks` (4) first tokens and the last ones, `recent_frac` (0.5 %) of
+the prompt. Between them, keys are clustered in each KV head: centred, in segments of `segment`
+(8,192) tokens, about `cluster_size` (16) to a cluster, in `iterations` (10) rounds of k-means by
+the largest product with normalised means, the last without. Clusters are ranked by the sum over the
+group of the softmax over their centroids c. The tokens of the best `retrieval_frac` (1.8 %) of the
+clusters are read; the next best `estimation_frac` (23.2 %) add n e^(q · c) to the denominator of
+the attention and e^(q · c) · (sum of values) to its numerator; the others nothing. When
+`update_frac` (0.78 %) of the prompt's number of tokens have left the last ones, they are clustered,
+too, a cluster's at least.
 
 - Clusters differ in size, so the data decides how many tokens are read. `budget=` and
   `method.budget` fix that number: clusters are read in their order, the last one in part, and what
   is left of it is estimated at the cluster's mean value.
+- The official code's 64 last tokens and updates of 1,024, made for prompts of 128k, are shares
+  here: of a prompt of 960 tokens they would be all that is read at 10 %.
 - In the official code (microsoft/RetrievalAttention, newest version) the numbers of clusters, of
   segments, and of clusters read and estimated are rounded to the nearest, where they are rounded
   down here. The number of clusters is that of the whole prompt and a multiple of lcm(8, segments)
@@ -46,7 +49,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, one_hot, pad
+from torch.nn.functional import normalize, pad
 
 from methods.base import (
     EMPTY,
@@ -95,8 +98,9 @@ class RetroInferState(State):
     of each token's cluster, -1 for none yet.
 
     Where there will be updates, the tokens that are in no cluster yet, without the first ones:
-    recent_keys, recent_values: [batch, num_kv_heads, num_recent + update, size]; recent_slots:
-    int64 [batch, num_recent + update]. seen: int64 [batch], tokens so far.
+    recent_keys, recent_values: [batch, num_kv_heads, room, size]; recent_slots: int64 [batch,
+    room], with room for `num_recent` and `update` of the longest prompt. seen: int64 [batch],
+    tokens so far.
     """
 
     sequence_tensors = (
@@ -114,17 +118,22 @@ class RetroInferState(State):
 
     def start(self, calibration: Calibration | None) -> None:
         method, (prompts, finals) = self.method, (part.tolist() for part in self.lengths)
-        generated = {final - prompt for prompt, final in zip(prompts, finals, strict=True)}
         self.prompts = prompts  # of the batch that is prefilled; a fork comes later
+        self.update_sizes = sorted({method.update(prompt) for prompt in prompts})
         self.most_of_prompt = max(method.num_clusters(prompt) for prompt in prompts)
-        self.num_updates = max(generated) // method.update
-        self.is_even = len(generated) == 1  # so are all sequences of a decode step
+        self.most_of_updates = max(
+            (final - prompt) // method.update(prompt) * method.clusters_of_update(prompt)
+            for prompt, final in zip(prompts, finals, strict=True)
+        )
+        generated = {final - prompt for prompt, final in zip(prompts, finals, strict=True)}
+        is_even = len(generated) == len(self.update_sizes) == 1
+        self.is_even = is_even  # so are all sequences of a decode step
 
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
         method, columns = self.method, key.shape[2]
-        count = self.most_of_prompt + self.num_updates * method.clusters_of_update
+        count = self.most_of_prompt + self.most_of_updates
         self.num_columns = columns
         number_type = torch.int16 if count < 2**15 else torch.int32
         self.cluster[layer] = torch.full(
@@ -135,10 +144,17 @@ class RetroInferState(State):
         self.sizes[layer] = self.cluster[layer].new_zeros(
             (*key.shape[:2], count), dtype=torch.int32
         )
-        stop = columns - method.num_recent
+        if self.most_of_updates:
+            room = max(map(method.num_recent, self.prompts)) + self.update_sizes[-1]
+            self.recent_keys[layer] = key.new_zeros(*key.shape[:2], room, key.shape[-1])
+            self.recent_values[layer] = value.new_zeros(*key.shape[:2], room, value.shape[-1])
+            self.recent_slots[layer] = self.lengths.prompt.new_zeros(len(key), room)
+            self.seen[layer] = self.lengths.prompt.clone()
         for at, prompt in enumerate(
             self.prompts
         ):  # each alone, so that no other decides its clusters
+            recent = method.num_recent(prompt)
+            stop = columns - recent
             middle = slice(columns - prompt + method.num_sinks, stop)
             number, segments = method.num_clusters(prompt), method.num_segments(prompt)
             own = key[at : at + 1, :, middle], value[at : at + 1, :, middle]
@@ -147,22 +163,19 @@ class RetroInferState(State):
             self.value_sums[layer][at, :, :number] = found.value_sums[0].to(value.dtype)
             self.sizes[layer][at, :, :number] = found.sizes[0]
             self.cluster[layer][at, :, middle] = found.members[0].to(number_type)
-        if self.num_updates:
-            last = (0, 0, 0, method.update)
-            self.recent_keys[layer], self.recent_values[layer] = (
-                pad(key[:, :, stop:], last),
-                pad(value[:, :, stop:], last),
-            )
-            slots = torch.arange(stop, columns + method.update, device=key.device)
-            self.recent_slots[layer] = slots.clamp(max=columns - 1).repeat(len(key), 1)
-            self.seen[layer] = self.lengths.prompt.clone()
+            if self.most_of_updates:
+                self.recent_keys[layer][at, :, :recent] = key[at, :, stop:]
+                self.recent_values[layer][at, :, :recent] = value[at, :, stop:]
+                self.recent_slots[layer][at, :recent] = torch.arange(
+                    stop, columns, device=key.device
+                )
 
     def append(
         self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
     ) -> None:
-        if not self.num_updates:
+        if not self.most_of_updates:
             return
-        size = self.method.update  # so that no piece completes two updates
+        size = self.update_sizes[0]  # so that no piece completes two updates
         for first in range(0, key.shape[2], size):
             part = slice(first, first + size)
             self._append(
@@ -174,10 +187,10 @@ class RetroInferState(State):
     ) -> None:
         """Put tokens behind the recent ones, and cluster the oldest of these if enough have left
         the last ones."""
-        method, num_rows, real = self.method, key.shape[2], positions != EMPTY
+        num_rows, real, kept = key.shape[2], positions != EMPTY, self.recent_slots[layer].shape[-1]
         done = self._updates(self.seen[layer])
         first_recent = self._first_recent(done)[:, None]
-        room = method.num_recent + method.update + num_rows
+        room = kept + num_rows
         place = (positions - first_recent).masked_fill(~real, room)  # padding goes to a dump behind
         slots = torch.arange(first_slot, first_slot + num_rows, device=key.device).expand_as(place)
 
@@ -194,18 +207,15 @@ class RetroInferState(State):
         self.seen[layer] = self.seen[layer] + real.sum(-1)
         due = self._updates(self.seen[layer]) > done
         if self._may_be_due(due, num_rows, first_slot):
-            self._update(layer, keys, values, numbers, done, due)
-            shifted = (
-                keys.roll(-method.update, 2),
-                values.roll(-method.update, 2),
-                numbers.roll(-method.update, 1),
-            )
-            keys, values = (
-                torch.where(due[:, None, None, None], new, old)
-                for new, old in zip(shifted, (keys, values), strict=False)
-            )
-            numbers = torch.where(due[:, None], shifted[2], numbers)
-        kept = method.num_recent + method.update
+            update = self._update_size()
+            for size in self.update_sizes:
+                of_size = due & (update == size)
+                self._update(layer, keys, values, numbers, done, of_size, size)
+                keys, values = (
+                    torch.where(of_size[:, None, None, None], rows.roll(-size, 2), rows)
+                    for rows in (keys, values)
+                )
+                numbers = torch.where(of_size[:, None], numbers.roll(-size, 1), numbers)
         self.recent_keys[layer], self.recent_values[layer] = (
             keys[:, :, :kept].clone(),
             values[:, :, :kept].clone(),
@@ -217,14 +227,21 @@ class RetroInferState(State):
         asking the device."""
         if due.device.type == "cpu" or num_rows > 1 or not self.is_even:
             return bool(due.any())
-        return (first_slot + 1 - self.num_columns) % self.method.update == 0
+        return (first_slot + 1 - self.num_columns) % self.update_sizes[0] == 0
 
     def _update(
-        self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, done: Tensor, due: Tensor
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        done: Tensor,
+        due: Tensor,
+        size: int,
     ) -> None:
-        """Cluster the first `update` of the recent tokens of the sequences that are due."""
+        """Cluster the first `size` of the recent tokens of the sequences that are due."""
         method = self.method
-        oldest, count = slice(0, method.update), method.clusters_of_update
+        oldest, count = slice(0, size), size // method.cluster_size
         found = clustered(keys[:, :, oldest], values[:, :, oldest], count, 1, method.iterations)
         first = (self.most_of_prompt + done * count).clamp(max=self.sizes[layer].shape[-1] - count)
         numbers = first[:, None, None] + torch.arange(count, device=keys.device)
@@ -243,35 +260,47 @@ class RetroInferState(State):
     def _updates(self, cached: Tensor) -> Tensor:
         """Updates before the next token comes, int; cached: int [batch] or [batch, rows], tokens
         before it."""
-        prompt = self.lengths.prompt.view(-1, *[1] * (cached.dim() - 1))
-        return ((cached - prompt) // self.method.update).clamp(min=0)
+        prompt, update = (
+            of_sequence.view(-1, *[1] * (cached.dim() - 1))
+            for of_sequence in (self.lengths.prompt, self._update_size())
+        )
+        return ((cached - prompt) // update).clamp(min=0)
 
     def _first_recent(self, done: Tensor) -> Tensor:
         """First token behind those in clusters, after so many updates."""
-        prompt = self.lengths.prompt.view(-1, *[1] * (done.dim() - 1))
-        return prompt - self.method.num_recent + done * self.method.update
+        first, update = (
+            of_sequence.view(-1, *[1] * (done.dim() - 1))
+            for of_sequence in (self.lengths.prompt - self._num_recent(), self._update_size())
+        )
+        return first + done * update
+
+    def _num_recent(self) -> Tensor:
+        """`RetroInfer.num_recent` of each sequence, int [batch]."""
+        return floor_frac(self.method.recent_frac, self.lengths.prompt).clamp(min=1)
+
+    def _update_size(self) -> Tensor:
+        """`RetroInfer.update` of each sequence, int [batch]."""
+        method = self.method
+        return floor_frac(method.update_frac, self.lengths.prompt).clamp(min=method.cluster_size)
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         method, sizes, softmax = self.method, self.sizes[layer], self.geometry.softmax(layer)
         positions = rows.positions.long()
         done = self._updates(positions)
         number = torch.arange(sizes.shape[-1], device=sizes.device)
-        made_by = (number - self.most_of_prompt).div(
-            method.clusters_of_update, rounding_mode="floor"
-        )
-        sizes_of_rows = sizes.unsqueeze(2) * (
-            made_by < done[:, None, :, None]
-        )  # [batch, kv, rows, clusters]
+        made = done * (self._update_size() // method.cluster_size)[:, None]
+        seen = number < self.most_of_prompt + made[:, None, :, None]
+        sizes_of_rows = sizes.unsqueeze(2) * seen  # [batch, kv, rows, clusters]
         scores = softmax.scores(rows.query, self.centroids[layer])
         scores = scores.masked_fill((sizes_of_rows == 0).unsqueeze(2), -torch.inf)
         order = scores.log_softmax(-1).logsumexp(2).argsort(dim=-1, descending=True, stable=True)
         ordered = sizes_of_rows.gather(-1, order)
-        in_middle = self.lengths.prompt[:, None] - method.num_sinks - method.num_recent
+        in_middle = (self.lengths.prompt - method.num_sinks - self._num_recent())[:, None]
         segments = (in_middle // method.segment).clamp(min=1)
         of_prompt = segments * (in_middle // segments // method.cluster_size).clamp(
             min=1
         )  # as `num_clusters`
-        num_clusters = of_prompt + done * method.clusters_of_update
+        num_clusters = of_prompt + made
         read, estimated = self._zones(ordered, num_clusters, positions, self._first_recent(done))
         read = torch.zeros_like(read).scatter_(-1, order, read)
         estimated = torch.zeros_like(estimated).scatter_(-1, order, estimated)
@@ -330,7 +359,7 @@ class RetroInferState(State):
 @dataclass(frozen=True)
 class RetroInfer(WeighsRest):
     """Defaults are the official code's, which rounds counts to the nearest where this rounds them
-    down.
+    down, but for the last tokens and updates.
 
     With `budget` the last cluster is read in part, and its other tokens are estimated. First
     and last tokens count in it.
@@ -352,11 +381,19 @@ class RetroInfer(WeighsRest):
         share(null=True),
     )
     num_sinks: int = setting(4, "first tokens, in no cluster and always read", least(0))
-    num_recent: int = setting(64, "last tokens, in no cluster and always read", least(1))
+    recent_frac: float = setting(
+        0.005,
+        "share of the prompt, its last tokens: in no cluster and always read, at least one",
+        share(zero=True),
+    )
     cluster_size: int = setting(16, "tokens of a cluster, in the mean", least(1))
     segment: int = setting(8192, "tokens that are clustered together", least(1))
     iterations: int = setting(10, "rounds of k-means", least(1))
-    update: int = setting(1024, "tokens behind the prompt that are clustered at once", least(1))
+    update_frac: float = setting(
+        0.0078,
+        "share of the prompt: tokens behind it that are clustered at once, at least cluster_size",
+        share(zero=True),
+    )
 
     title = "RetroInfer"
     state = RetroInferState
@@ -366,35 +403,45 @@ class RetroInfer(WeighsRest):
         super().__post_init__()
         whole_clusters = f"an integer >= {self.cluster_size}"
         require(self.segment >= self.cluster_size, "segment", self.segment, whole_clusters)
-        require(self.update >= self.cluster_size, "update", self.update, whole_clusters)
 
-    @property
-    def clusters_of_update(self) -> int:
+    def num_recent(self, prompt: int) -> int:
+        """Last tokens of a prompt that are in no cluster."""
+        return max(1, int(self.recent_frac * prompt))
+
+    def update(self, prompt: int) -> int:
+        """Tokens behind a prompt that are clustered at once."""
+        return max(self.cluster_size, int(self.update_frac * prompt))
+
+    def clusters_of_update(self, prompt: int) -> int:
         """Clusters that an update makes."""
-        return self.update // self.cluster_size
+        return self.update(prompt) // self.cluster_size
+
+    def num_clustered(self, prompt: int) -> int:
+        """Tokens of a prompt that are in clusters."""
+        return prompt - self.num_sinks - self.num_recent(prompt)
 
     def num_segments(self, prompt: int) -> int:
         """Segments of a prompt."""
-        return max(1, (prompt - self.num_sinks - self.num_recent) // self.segment)
+        return max(1, self.num_clustered(prompt) // self.segment)
 
     def num_clusters(self, prompt: int) -> int:
         """Clusters of a prompt: as many in each segment."""
         segments = self.num_segments(prompt)
-        return segments * max(
-            1, (prompt - self.num_sinks - self.num_recent) // segments // self.cluster_size
-        )
+        return segments * max(1, self.num_clustered(prompt) // segments // self.cluster_size)
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where a prompt has no token between the first and the last ones."""
-        shortest = int(lengths.prompt.min())
-        allowed = (
-            f"below {shortest - self.num_sinks}, so that a prompt of {shortest} tokens has clusters"
-        )
-        require(self.num_sinks + self.num_recent < shortest, "num_recent", self.num_recent, allowed)
+        self._require_clusters(int(lengths.prompt.min()))
+
+    def _require_clusters(self, prompt: int) -> None:
+        below = prompt - self.num_recent(prompt)
+        allowed = f"below {below}, so that a prompt of {prompt} tokens has clusters"
+        require(self.num_clustered(prompt) > 0, "num_sinks", self.num_sinks, allowed)
 
     def steady(self, counts: TokenCounts) -> int:
         """Tokens that are in no cluster, which a row reads always."""
-        return self.num_sinks + self.num_recent + (counts.cached - counts.prompt) % self.update
+        waiting = (counts.cached - counts.prompt) % self.update(counts.prompt)
+        return self.num_sinks + self.num_recent(counts.prompt) + waiting
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
         return None if self.budget is None else self.max_tokens_read(counts, layer)
@@ -410,13 +457,8 @@ class RetroInfer(WeighsRest):
 
     def min_budget(self, counts: TokenCounts) -> float:
         """The least share that reads a token of a cluster at the first row."""
-        always = self.num_sinks + self.num_recent
-        require(
-            always < counts.prompt,
-            "num_recent",
-            self.num_recent,
-            f"below {counts.prompt - self.num_sinks}",
-        )
+        self._require_clusters(counts.prompt)
+        always = self.num_sinks + self.num_recent(counts.prompt)
         return share_above(always, counts.prompt)
 
 
@@ -465,5 +507,6 @@ def clustered(
 def nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """The centroid [..., count, size] with the largest product with each of `points` [..., n,
     size]: its number int64 [..., n], and whether each is it, fp32 [..., n, count]."""
-    numbers = (points @ centroids.mT).argmax(-1)
-    return numbers, one_hot(numbers, centroids.shape[-2]).float()
+    products = points @ centroids.mT
+    numbers = products.argmax(-1)
+    return numbers, products.zero_().scatter_(-1, numbers.unsqueeze(-1), 1.0)

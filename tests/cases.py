@@ -308,9 +308,9 @@ CASES = {
             retrieval_frac=0.3,
             estimation_frac=0.4,
             num_sinks=1,
-            num_recent=3,
+            recent_frac=0.15,
             cluster_size=2,
-            update=4,
+            update_frac=0.25,
             dense_layers=2,
         )
     ),
@@ -319,15 +319,16 @@ CASES = {
             budget=0.5,
             estimation_frac=0.3,
             num_sinks=2,
-            num_recent=4,
+            recent_frac=0.2,
             cluster_size=3,
-            update=5,
+            update_frac=0.3,
             segment=6,
             dense_layers=2,
         )
     ),
     "retroinfer+smooth": Case(
-        RetroInfer(retrieval_frac=0.4, num_sinks=0, num_recent=2, cluster_size=3, dense_layers=0), Smooth()
+        RetroInfer(retrieval_frac=0.4, num_sinks=0, recent_frac=0.1, update_frac=1.0, cluster_size=3, dense_layers=0),
+        Smooth(),
     ),
     "doublesparsity": Case(DoubleSparsity(budget=0.4, rank=0.25)),
     "loki": Case(Loki(budget=0.4, rank=0.3, dense_layers=2)),

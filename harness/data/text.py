@@ -9,6 +9,7 @@ tokens of the slice.
     offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12
                ship different versions of it, which is why a record carries the sha256 of the text
     code       modules of Python's own library (`CODE_MODULES`), which differ by version as well
+    headers    C headers of NumPy (`C_HEADERS`), which differ by its version
     book       Pride and Prejudice, the file `BOOK_FILE` below data.root
     wikitext2  the test split of wikitext-2-raw-v1, its rows joined with a blank line: the
                convention behind published perplexities; the same tokens from the original file and
@@ -38,7 +39,9 @@ CODE_MODULES = (
     "textwrap", "threading", "xml/dom/minidom",
 )  # fmt: skip
 """The modules of `corpus=code`, in its order: written by hand, no tests and no generated tables."""
-WITHOUT_DATA = ("offline", "code", "random")
+C_HEADERS = ("ndarraytypes.h", "npy_common.h", "dtype_api.h")
+"""The files of `corpus=headers`, in its order: the longest that are written by hand."""
+WITHOUT_DATA = ("offline", "code", "headers", "random")
 """Texts that need no data."""
 PROBE = "The"
 """A text of which a tokenizer is asked what it puts around."""
@@ -66,17 +69,22 @@ def code_text() -> str:
         UserError: this Python came without the sources of its library.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    sources = []
-    for module in CODE_MODULES:
-        sources.append(read_text(library / f"{module}.py", "corpus=code, file"))
-    return "\n\n".join(sources)
+    files = [library / f"{module}.py" for module in CODE_MODULES]
+    return "\n\n".join(read_text(file, "corpus=code, file") for file in files)
+
+
+def headers_text() -> str:
+    """`C_HEADERS` as the installed NumPy has them, joined by blank lines."""
+    from numpy import get_include
+
+    folder = Path(get_include()) / "numpy"
+    return "\n\n".join(read_text(folder / name, "corpus=headers, file") for name in C_HEADERS)
 
 
 def named_text(name: str) -> str:
     """One of the texts `WITHOUT_DATA`."""
-    if name == "code":
-        return code_text()
-    return random_text() if name == "random" else offline_text()
+    texts = {"code": code_text, "headers": headers_text, "random": random_text}
+    return texts.get(name, offline_text)()
 
 
 def read_text(path: str | Path, setting: str) -> str:

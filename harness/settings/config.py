@@ -137,7 +137,7 @@ class CorpusConfig:
     a window can begin; None: of the text, at the first.
     """
 
-    name: Literal["offline", "code", "book", "wikitext2", "random"]
+    name: Literal["offline", "code", "headers", "book", "wikitext2", "random"]
     path: FileText | None = None
     spread: bool = False
     seed: Natural | None = None

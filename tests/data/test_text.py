@@ -62,6 +62,12 @@ def test_wikitext_from_the_file_equals_the_hub(tmp_path, monkeypatch):
     assert local == text.corpus_text(wikitext, DataConfig("hub")) == "\n\n".join(HUB_ROWS)
 
 
+def test_headers_are_c_that_comes_with_numpy():
+    whole = text.corpus_text(CorpusConfig("headers"), OFFLINE)
+    assert whole.count("#endif  /* NUMPY_CORE_INCLUDE_NUMPY_") == len(text.C_HEADERS)
+    assert len(whole) > 8 * 1024 * 6, "room for eight windows of 1,024 tokens, and as much between"
+
+
 def test_code_is_pythons_library_in_one_order(tmp_path, monkeypatch):
     library = Path(sysconfig.get_path("stdlib"))
     whole, at = text.code_text(), 0

@@ -249,8 +249,8 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         # 4 of 16 channels, and half a token for the mean value
         (SparQ(dense_layers=2), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
         (SparQ(mean_value=False, dense_layers=2), 4 / 32),
-        # two codes of 6 bits for each token, and 64 centroids of 16 elements of 16 bits
-        (PQCache(num_sinks=0, dense_layers=2), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
+        # four codes of 6 bits for each token, and 64 centroids of 16 elements of 16 bits
+        (PQCache(num_sinks=0, dense_layers=2), mean((t * 24 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
         # a byte for each of two sub-vectors of a key of the zone; of half of it 3 bits for each of 16 elements, in 6
         # bytes, and two weights
         (

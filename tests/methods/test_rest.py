@@ -25,14 +25,14 @@ from tests.methods.test_rules import BATCH, balanced_product, replayed
 
 # Clusters
 
-SMALL = {"num_sinks": 1, "num_recent": 3, "cluster_size": 2, "update": 4}
+SMALL = {"num_sinks": 1, "recent_frac": 0.15, "cluster_size": 2, "update_frac": 0.25}
 METHODS = {
     "clusters": RetroInfer(retrieval_frac=0.3, estimation_frac=0.4, **SMALL),
     "one": RetroInfer(estimation_frac=0.5, iterations=3, dense_layers=0, **SMALL),
     "none-estimated": RetroInfer(retrieval_frac=0.4, estimation_frac=0.0, **SMALL | {"num_sinks": 0}),
-    "share": RetroInfer(budget=0.5, estimation_frac=0.3, **SMALL | {"cluster_size": 4, "update": 6}),
-    "segments": RetroInfer(budget=0.6, **SMALL | {"segment": 4, "num_recent": 1}),
-    "no-update": RetroInfer(budget=0.4, estimation_frac=1.0, **SMALL | {"update": 100}),
+    "share": RetroInfer(budget=0.5, estimation_frac=0.3, **SMALL | {"cluster_size": 4, "update_frac": 0.35}),
+    "segments": RetroInfer(budget=0.6, **SMALL | {"segment": 4, "recent_frac": 0.0}),
+    "no-update": RetroInfer(budget=0.4, estimation_frac=1.0, **SMALL | {"update_frac": 1.0}),
 }
 
 
@@ -68,15 +68,17 @@ def plain_clusters(key, value, tokens: range, count: int, segments: int, iterati
 
 def clusters_at(method: RetroInfer, clusters_of: Callable, prompt: int, t: int) -> tuple[list[Cluster], list[int]]:
     """The clusters that a row with `t` cached tokens sees, and the tokens that are in none."""
-    first = prompt - method.num_recent
+    recent = max(1, math.floor(method.recent_frac * prompt))
+    update = max(method.cluster_size, math.floor(method.update_frac * prompt))
+    first = prompt - recent
     middle = range(method.num_sinks, first)
     segments = max(1, len(middle) // method.segment)
     count = segments * max(1, len(middle) // segments // method.cluster_size)
     found = [*clusters_of(middle, count, segments, method.iterations)]
-    while t - first >= method.num_recent + method.update:
-        oldest = range(first, first + method.update)
-        found += clusters_of(oldest, method.update // method.cluster_size, 1, method.iterations)
-        first += method.update
+    while t - first >= recent + update:
+        oldest = range(first, first + update)
+        found += clusters_of(oldest, update // method.cluster_size, 1, method.iterations)
+        first += update
     return found, [*range(method.num_sinks), *range(first, t)]
 
 
@@ -164,19 +166,27 @@ def test_rows_beside_a_sink_and_a_softcap_share_the_softmax_with_what_is_estimat
 
 
 def test_sizes_by_hand():
-    """A prompt of 1,000 tokens has 932 in clusters of 16: 58. 24 tokens have come, so none has been clustered."""
+    """A prompt of 1,000 tokens has 936 in clusters of 16: 58. 24 tokens have come, so none has been clustered."""
     row = TokenCounts(cached=1024, prompt=1000, final=1100)
-    later = TokenCounts(cached=1000 + 1024 + 5, prompt=1000, final=2100)
-    method = RetroInfer()
-    assert method.num_clusters(1000) == 58 and method.clusters_of_update == 64
-    assert method.num_clusters(4 + 64 + 20_000) == 2 * (10_000 // 16)
-    assert (method.steady(row), method.steady(later)) == (4 + 64 + 24, 4 + 64 + 5)
+    later = TokenCounts(cached=1000 + 1000 + 5, prompt=1000, final=2100)
+    method = RetroInfer(recent_frac=0.06, update_frac=1.0, cluster_size=16)
+    assert method.num_clusters(1000) == 58 and method.clusters_of_update(1000) == 62
+    assert method.num_clusters(20_000) == 2 * (9_398 // 16)
+    assert (method.steady(row), method.steady(later)) == (4 + 60 + 24, 4 + 60 + 5)
     assert method.tokens_read(row, 2) is None and method.max_tokens_read(row, 2) == 1024
     with_quarter = method.with_budget(0.25)
-    assert with_quarter.tokens_read(row, 2) == 256 and with_quarter.tokens_read(later, 2) == int(0.25 * 2029)
-    assert method.with_budget(0.01).tokens_read(row, 2) == 4 + 64 + 24 + 1
-    assert method.min_budget(TokenCounts(1000, 1000, 1100)) == pytest.approx(69 / 1000, abs=1e-9)
+    assert with_quarter.tokens_read(row, 2) == 256 and with_quarter.tokens_read(later, 2) == int(0.25 * 2005)
+    assert method.with_budget(0.01).tokens_read(row, 2) == 4 + 60 + 24 + 1
+    assert method.min_budget(TokenCounts(1000, 1000, 1100)) == pytest.approx(65 / 1000, abs=1e-9)
     assert method.with_budget(1.0).tokens_read(row, 2) == 1024
+
+
+def test_of_any_prompt_a_tenth_is_mostly_clusters():
+    """What is always read is a share of the prompt: numbers made for 128k would be all that a short one reads."""
+    for prompt in (960, 4032, 32_000):
+        method = RetroInfer().with_budget(0.1)
+        steady = max(method.steady(TokenCounts(cached, prompt, 2 * prompt)) for cached in range(prompt, prompt + 64))
+        assert steady < 0.25 * 0.1 * prompt
 
 
 @pytest.mark.parametrize(("final", "updates"), [(1100, 0), (2100, 1)])
@@ -184,22 +194,22 @@ def test_what_stays_on_the_device_by_hand(final, updates):
     """Of a prompt of 1,000 tokens with 2 KV heads of 8 elements."""
     geometry, prompt = Geometry(3, 4, 2, 8, 8**-0.5, "llama"), 1000
     lengths = Lengths(torch.tensor([prompt]), torch.tensor([final]))
-    state = RetroInfer().new_state(geometry, lengths)
+    state = RetroInfer(recent_frac=0.06, update_frac=1.0, cluster_size=16).new_state(geometry, lengths)
     key = torch.randn(1, 2, prompt, 8, generator=torch.Generator().manual_seed(0))
     state.prompt(2, torch.randn(1, 4, prompt, 8), key, key, PromptRows(torch.ones(1, prompt, dtype=torch.bool), final))
     held = {name: getattr(state, name)[2] for name in state.sequence_tensors if getattr(state, name)}
-    clusters = 58 + 64 * updates
+    clusters = 58 + 62 * updates
     assert held["centroids"].shape == held["value_sums"].shape == (1, 2, clusters, 8)
-    assert held["sizes"].shape == (1, 2, clusters) and int(held["sizes"].sum()) == 2 * (prompt - 68)
+    assert held["sizes"].shape == (1, 2, clusters) and int(held["sizes"].sum()) == 2 * (prompt - 64)
     assert state.cluster[2].shape == (1, 2, final) and state.cluster[2].dtype == torch.int16
     assert ("recent_keys" in held) == bool(updates)
     if updates:
-        assert held["recent_keys"].shape == held["recent_values"].shape == (1, 2, 64 + 1024, 8)
+        assert held["recent_keys"].shape == held["recent_values"].shape == (1, 2, 60 + 1000, 8)
 
 
 def test_a_long_answer_is_clustered_live_as_in_replay():
     """More than two updates, which end inside and between the calls of replay."""
-    method = RetroInfer(retrieval_frac=0.3, dense_layers=1, **SMALL | {"update": 7, "cluster_size": 3})
+    method = RetroInfer(retrieval_frac=0.3, dense_layers=1, **SMALL | {"update_frac": 0.4, "cluster_size": 3})
     with attached_with_link() as (attached, link):
         expected = replay(attached, Case(method), (20, 13), steps=40)
         found = live(attached, Case(method), (20, 13), steps=40, placement="host", link=link)
@@ -211,9 +221,9 @@ def test_settings_are_checked():
     for field, value in (("retrieval_frac", 0.0), ("estimation_frac", -0.1), ("budget", 1.5), ("segment", 15)):
         with pytest.raises(ValueError, match=f"method.{field}={value}: must be "):
             replace(RetroInfer(), **{field: value})
-    lengths = Lengths(torch.tensor([68]), torch.tensor([80]))
-    with pytest.raises(ValueError, match="method.num_recent=64: must be below 64, so that a prompt of 68 tokens has"):
-        RetroInfer().new_state(Geometry(3, 4, 2, 8, 1.0, "llama"), lengths)
+    lengths = Lengths(torch.tensor([80]), torch.tensor([90]))
+    with pytest.raises(ValueError, match="method.num_sinks=64: must be below 64, so that a prompt of 80 tokens has"):
+        RetroInfer(num_sinks=64, recent_frac=0.2).new_state(Geometry(3, 4, 2, 8, 1.0, "llama"), lengths)
 
 
 # A linear fit

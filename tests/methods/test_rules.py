@@ -218,7 +218,7 @@ def plain_nearest(point: np.ndarray, centroids: np.ndarray) -> int:
 def pqcache(method: PQCache, of: Of):
     """The sinks, the most recent tokens, and those of the largest summed probability of the coded keys."""
     parts = []
-    for part in np.split(of.key, method.sub_vectors, axis=1):
+    for part in np.split(of.key, of.key.shape[1] // method.part_size, axis=1):
         centroids = plain_kmeans(
             part[min(method.num_sinks, of.prompt - 1) : of.prompt], 2**method.bits, method.iterations
         )
@@ -760,7 +760,7 @@ RULES = {
         budget=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=6, recent_frac=0.9
     ),
     "pqcache": PQCache(budget=0.5, num_sinks=2, recent_frac=0.3, bits=3, iterations=4),
-    "pqcache-fine": PQCache(budget=0.3, num_sinks=1, sub_vectors=4, bits=2, iterations=0, dense_layers=0),
+    "pqcache-fine": PQCache(budget=0.3, num_sinks=1, part_size=2, bits=2, iterations=0, dense_layers=0),
     "pariskv": ParisKV(budget=0.4, num_sinks=1),
     "pariskv-few": ParisKV(budget=0.3, num_sinks=2, recent_frac=0.2, collision_frac=0.3, candidate_frac=0.4, seed=1),
     "pariskv-as-read": ParisKV(budget=0.6, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, dense_layers=0),
