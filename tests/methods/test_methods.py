@@ -141,7 +141,7 @@ def test_the_least_budget_is_one_that_works():
     assert half.min_budget(TokenCounts(10, 10, 20)) == 1
     with pytest.raises(ValueError, match=r"num_sinks=4: must be below 4, half of the shortest prompt"):
         half.min_budget(TokenCounts(9, 9, 20))
-    with pytest.raises(ValueError, match="method Full has no budget"):
+    with pytest.raises(ValueError, match="it has no budget to set"):
         Full().with_budget(0.5)
 
 

@@ -56,10 +56,8 @@ class Empty(Handler):
 def test_only_float16_is_looked_at_and_no_step(dtype, rows, refused):
     model = tiny_model("llama", num_key_value_heads=2).to(getattr(torch, dtype))
     ids = torch.arange(3, 3 + rows)[None]
-    with attach(model):
-        pass  # it is checked at its first use, while its numbers are in range
-    model.model.layers[0].mlp.down_proj.weight.data.fill_(6e4)
     with attach(model) as attached:
+        model.model.layers[0].mlp.down_proj.weight.data.fill_(6e4)  # once it is checked
         if refused:
             with pytest.raises(UserError, match="float16.*bfloat16 or float32"):
                 attached.forward(ids, ids, Empty())

@@ -38,7 +38,7 @@ def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
     assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
     assert runs.loads == ["smollm2-135m"]
     printed = capsys.readouterr()
-    assert printed.err == "error: method=h2o: h2o is not well\n" and printed.out.count("budget (%)") == 1
+    assert printed.err == "error: method=h2o: h2o is not well\n" and printed.out.count("| method ") == 1
     assert "INT4" in printed.out and "H2O" not in printed.out
     assert {path.name for path in Path().iterdir()} == {"outputs"}
 
