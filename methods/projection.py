@@ -154,12 +154,10 @@ class ProjectedState(PartialKeysState):
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
-        axes, (batch, kv_heads, _, head_dim) = (
-            "batch, sides, KV heads, head_dim, columns",
-            key.shape,
-        )
-        found = self.project(layer, query, key, rows)
+        axes = "batch, sides, KV heads, head_dim, columns"
+        batch, kv_heads, _, head_dim = key.shape
         sizes = batch, (1, 2), kv_heads, head_dim, None
+        found = self.project(layer, query, key, rows)
         self.projection[layer] = checked(self.project, found, axes, *sizes)
         super().prompt(layer, query, key, value, rows)
 
@@ -195,7 +193,7 @@ class FixedProjectionState(ProjectedState, RetrievingState):
     def start(self, calibration: Calibration | None) -> None:
         super().start(calibration)
         geometry, hook = self.geometry, self.method.projection
-        sizes = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, None
+        sizes = None, geometry.num_kv_heads, geometry.head_dim, None
         found = hook(geometry.head_dim, calibration)
         self.fixed = checked(hook, found, "layers, KV heads, head_dim, columns", *sizes)
 

@@ -126,8 +126,7 @@ class RetroInferState(State):
             for prompt, final in zip(prompts, finals, strict=True)
         )
         generated = {final - prompt for prompt, final in zip(prompts, finals, strict=True)}
-        is_even = len(generated) == len(self.update_sizes) == 1
-        self.is_even = is_even  # so are all sequences of a decode step
+        self.is_even = len(generated) == 1  # so are all sequences of a decode step
 
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
@@ -227,7 +226,8 @@ class RetroInferState(State):
         asking the device."""
         if due.device.type == "cpu" or num_rows > 1 or not self.is_even:
             return bool(due.any())
-        return (first_slot + 1 - self.num_columns) % self.update_sizes[0] == 0
+        generated = first_slot + 1 - self.num_columns
+        return any(generated % size == 0 for size in self.update_sizes)
 
     def _update(
         self,

@@ -127,7 +127,7 @@ class Plan:
     @property
     def coded(self) -> CacheCodec:
         """The codec of the layers under the method."""
-        codec = codec_of_cache(self.codec, self.method, self.model.geometry)
+        codec = codec_of_cache(self.codec or self.exact, self.method, self.model.geometry)
         return codec or self.exact
 
     def codec_of(self, policy: Policy) -> AnyCodec:

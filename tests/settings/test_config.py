@@ -21,7 +21,7 @@ from methods.settings import settings_of
 
 PRESETS = (
     "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "kvzip-plus",
-    "oracle", "pyramidkv", "turboquant2", "turboquant3", "turboquant4",
+    "oracle", "pyramidkv", "retroinfer", "turboquant2", "turboquant3", "turboquant4",
 )  # fmt: skip
 """Other settings of a method, score a name."""
 
