@@ -155,7 +155,7 @@ def test_what_fits_without_offloading_stands_first(few):
     shown = {line[0]: line for line in sheet.lines}
     assert shown["Full cache"][2] == str(full.users) and shown["Full cache"][5] == str(light.users)
     assert {"FP8", "INT8", "INT4", "KIVI-4", "llama.cpp q8_0", "NVFP4"} <= set(shown)
-    assert shown["INT8"][-1] == "not measured" and shown["KIVI-4"][-1] == "1.1"
+    assert shown["FP8"][-1] == "not measured" and shown["KIVI-4"][-1] == "1.1"
     # Before that number of users the device alone gives as many tokens/s in all or more.
     number, by = advise.pays_from(many)
     assert f"Offloading pays from {number} users on, by {by.label}" in pays
