@@ -63,7 +63,7 @@ def check_first_table(printed: str, table: Path) -> None:
     if f"({platform.python_version()} here)" not in readme:
         print(f"README's table is of the text inside another Python than {platform.python_version()}: not compared")
         return
-    assert f"python run.py {' '.join(README_COMMAND[1:])}`" in readme
+    assert f"python run.py {' '.join(README_COMMAND[1:])}\n" in readme
     lines = readme[readme.index("| method ") :].split("\n\n")[0].splitlines()
     cells_of = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if "|" in line]
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
