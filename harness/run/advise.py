@@ -495,13 +495,19 @@ def _ratio(option: Option) -> str:
     return RATIO.show(0.0 if option.key == "full" else option.board.get("ratio"))
 
 
+def _lost(option: Option) -> str:
+    """Points of the answers that are lost, and of how many questions where others had more."""
+    points, number = _points(option).removesuffix(" points"), option.board.get("num_questions")
+    return f"{points} ({number} questions)" if number and not option.was_asked_all else points
+
+
 SPEEDS: dict[str, Column] = {
     "users that fit": lambda option: str(option.users),
     "tokens/s of a user": _each,
     "tokens/s of all": _all,
 }
 LOST: dict[str, Column] = {
-    "answers lost (points)": lambda option: _points(option).removesuffix(" points"),
+    "answers lost (points)": _lost,
 }
 COLUMNS: dict[str, Column] = {
     LABEL.heading: lambda option: option.label,

@@ -23,7 +23,7 @@ PRESETS = (
     "adakv", "freekv", "infinigen-balanced", "infinigen-coded", "kvzip-plus",
     "oracle", "pyramidkv", "retroinfer", "turboquant2", "turboquant3", "turboquant4",
 )  # fmt: skip
-"""Other settings of a method, score a name."""
+"""Other settings of a method, under a name of their own."""
 
 
 NEEDED = {
