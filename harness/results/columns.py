@@ -4,13 +4,15 @@ Columns are declared in `harness/results/metrics.py`. The numbers that the paper
 as well. Imports neither torch nor pandas.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.errors import UserError, reason
 from harness.results.metrics import (
@@ -26,6 +28,9 @@ from harness.results.metrics import (
     VALUE,
     Metric,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -286,6 +291,10 @@ def typed(row: Mapping[str, str]) -> TableRow:
     return found
 
 
+WORDS = {name for name, column in _EVERY.items() if column.digits is None}
+"""Columns of words. All other columns are of numbers."""
+MARKED = r"^'(?='*[=+\-@\t\r])"
+"""The apostrophe before words that a spreadsheet takes for a formula."""
 FORMULA = re.compile(r"'*[=+\-@\t\r]")
 """How words begin that a spreadsheet takes for a formula. A CSV has them behind an apostrophe."""
 
@@ -324,6 +333,36 @@ def read_table(path: Path) -> list[TableRow]:
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: {NO_TABLE} ({reason(error)}); {ANEW}") from error
     raise UserError(f"{path}: {NO_TABLE} (other columns, or a line of another length); {ANEW}")
+
+
+def read_frame(path: Path) -> pd.DataFrame:
+    """A table's CSV as a frame: "" where words are missing, NaN where a number is.
+
+    Raises UserError for a file that is no table of results: it cannot be parsed, lacks a column of
+    its shape, or has words among numbers.
+    """
+    import pandas as pd  # here, as a command's help needs no pandas
+
+    try:
+        frame = pd.read_csv(
+            path,
+            encoding="utf-8-sig",
+            dtype=dict.fromkeys(WORDS, str),
+            keep_default_na=False,
+            na_values=[""],
+            float_precision="round_trip",
+        )
+        words = [name for name in frame if name in WORDS]
+        numbers = [name for name in frame if name in _EVERY and name not in WORDS]
+        frame[words] = frame[words].fillna("").replace(MARKED, "", regex=True)
+        frame[numbers] = frame[numbers].astype(float)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {NO_TABLE} ({reason(error)}); {ANEW}") from error
+    missing = {*names(TABLES[shape_of(set(frame))])} - {*frame, *OPTIONAL}
+    if missing:
+        lacks = f"lacks {', '.join(sorted(missing))}"
+        raise UserError(f"{path}: {NO_TABLE} ({lacks}); {ANEW}")
+    return frame
 
 
 def _check_rows(shape: str, rows: Iterable[TableRow]) -> None:
@@ -374,6 +413,25 @@ def render_csv(columns: Sequence[Metric], rows: Sequence[TableRow]) -> str:
         if column.digits is None and column.name in shown:
             frame[column.name] = frame[column.name].map(as_cell, na_action="ignore")
     return frame.to_csv(index=False, lineterminator="\n")
+
+
+def csv_of(frame: pd.DataFrame, shape: str) -> str:
+    """A frame of a shape as CSV. Other columns, and those of `OPTIONAL` without any value, are left
+    out; numbers of a column that are all whole have no point."""
+    shown = []
+    for name in names(TABLES[shape]):
+        if name not in OPTIONAL or (name in frame and frame[name].notna().any()):
+            shown.append(name)
+    table = frame.reindex(columns=shown)
+    for name in shown:
+        if name in WORDS:
+            words = table[name].fillna("").astype(str)
+            table[name] = words.mask(words.str.match(FORMULA), "'" + words)
+        else:
+            numbers = table[name].astype(float)
+            is_whole = numbers.dropna().mod(1).eq(0).all()
+            table[name] = numbers.astype("Int64") if is_whole else numbers
+    return table.to_csv(index=False, lineterminator="\n")
 
 
 def published_rows() -> list[dict[str, str]]:
