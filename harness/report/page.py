@@ -155,12 +155,12 @@ def machine_of(records: Sequence[Record]) -> dict[str, str]:
 def facts_of(environment: Mapping[str, Any]) -> dict[str, str]:
     """The known fields of a record's environment, as people read them."""
     facts = {name: value for name, value in environment.items() if name not in UNSHOWN}
-    if environment["memory_bytes"]:
+    if environment.get("memory_bytes"):
         facts["memory"] = f"{environment['memory_bytes'] / GIB:.0f} GiB"
-    if environment["dirty"]:
+    if environment.get("dirty"):
         facts["commit"] = f"{environment['commit']} and changes"
     for gpu in environment.get("gpus") or ():
         facts |= {name: gpu[name] for name in OF_A_GPU}
-    facts |= environment["packages"]
+    facts |= environment.get("packages", {})
     known = {name: str(value) for name, value in facts.items() if value is not None}
     return {name.replace("_", " "): value for name, value in known.items()}
