@@ -65,6 +65,7 @@ def _render(folder: Path) -> str:
     if not pages:
         nothing = f"results_dir={folder}: neither table nor figure"
         raise UserError(f"{nothing}; `{COMMAND} experiment=accuracy` makes some")
+    machines = {where: machine_of(found) for where, found in records.items()}
     lead = lead_of([section for section in sections if section.parts and section.parts[0].image])
     library = files("itables").joinpath("html", "dt_bundle.js").read_text(encoding="utf-8")
     # A comment of HTML that opens within a script would hide the script's end.
@@ -87,7 +88,7 @@ def _render(folder: Path) -> str:
         scripts=scripts,
         digests=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],
         style=(HERE / "report.css").read_text(),
-        machines={where: machine_of(found) for where, found in records.items()},
+        machines={where: facts for where, facts in machines.items() if facts},
         not_made=[section for section in sections if not section.parts],
         unfinished=[
             record

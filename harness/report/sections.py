@@ -52,6 +52,12 @@ class Part(NamedTuple):
     elsewhere: Mapping[str, str]
     published: pd.DataFrame
 
+    @property
+    def sources(self) -> list[str]:
+        """What its numbers are, in the order of `SOURCES`."""
+        found: set[str] = set().union(*(table["source"] for table in self.tables.values()))
+        return [source for source in SOURCES if source in found]
+
 
 @dataclass(frozen=True)
 class Section:
@@ -64,14 +70,6 @@ class Section:
     tables: Sequence[str]
     page: str
     parts: list[Part] = field(default_factory=list)
-
-    @property
-    def sources(self) -> list[str]:
-        """What its numbers are, in the order of `SOURCES`."""
-        found: set[str] = set()
-        for part in self.parts:
-            found.update(*(table["source"] for table in part.tables.values()))
-        return [source for source in SOURCES if source in found]
 
     @property
     def has_own(self) -> bool:

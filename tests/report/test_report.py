@@ -162,10 +162,10 @@ def test_the_catalogue_has_every_figure_once():
 def test_a_section_says_what_there_is(page):
     assert "A 1 (1 to 1) 2.00 (1.50 to 3.00) -5.0" in page.text("board")
     text = page.text("fig11")
-    assert text.startswith("fig11: Accuracy against budget measured make accuracy H2O reads")
+    assert text.startswith("fig11: Accuracy against budget make accuracy measured H2O reads")
     assert "smollm2-135m" in text and "75.0 ± 6.2" in text and "Also from table perplexity" in text
     text = page.text("fig15-modelled")
-    assert "modelled python -m harness.paper.costmodel --write" in text and "opt-13b on a6000-pcie3, modelled" in text
+    assert "python -m harness.paper.costmodel --write modelled" in text and "opt-13b on a6000-pcie3, modelled" in text
     assert "opt-13b infinigen batch size 20 tokens per s 41.99 1/s quoted 42.91 1.02" in text
     text = page.text("environment")
     assert "finished runs 6, 9 minutes in total" in text and "python 3.11.7" in text and "memory 16 GiB" in text
