@@ -1,7 +1,7 @@
 """Published numbers of a figure or table, with ours beside them where a run has that setup."""
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from contextlib import suppress
 
 import pandas as pd
 
@@ -10,9 +10,9 @@ from harness.paper.costmodel.published import PaperBar, quantity
 from harness.results.columns import PUBLISHED_CSV
 from harness.results.metrics import MISSING, SEGMENTS
 
-OURS = ["ours", "ours / published"]
 POINT = ["model", "series", "x_name", "x", "metric"]
 """What names a published number, and a row of an analysis table."""
+BAR = list(PaperBar._fields)
 
 
 def compared(figure: str, tables: Collection[pd.DataFrame]) -> pd.DataFrame:
@@ -25,52 +25,38 @@ def compared(figure: str, tables: Collection[pd.DataFrame]) -> pd.DataFrame:
     if numbers.empty or not tables:
         return pd.DataFrame()
     rows = pd.concat(tables, ignore_index=True)
-    if figure in TIMED_FIGURES:
-        ours = numbers.apply(_timed, axis=1, args=(rows,)).astype(float)
-    else:
-        ours = _of_points(numbers, rows)
+    ours = (_of_runs if figure in TIMED_FIGURES else _of_points)(numbers, rows)
     ratio = ours / numbers["value"].astype(float)
     words = numbers[POINT].replace("_", " ", regex=True)
     setup = words["x_name"] + " " + words["x"]
     value = numbers["value"] + " " + numbers["unit"]
-    frame = pd.DataFrame({
-        "model": words["model"],
-        "series": words["series"],
-        "setup": setup.str.strip().replace("", "all"),
-        "metric": words["metric"],
-        "published": value.str.strip(),
-        "kind": numbers["kind"],
-        "ours": ours.map("{:.4g}".format, na_action="ignore"),
-        "ours / published": ratio.map("{:.2f}".format, na_action="ignore"),
-        "note": numbers["note"],
-    })  # fmt: skip
-    frame[OURS] = frame[OURS].fillna(MISSING)
+    frame = words[["model", "series"]].assign(
+        setup=setup.str.strip().replace("", "all"),
+        metric=words["metric"],
+        published=value.str.strip(),
+        kind=numbers["kind"],
+        ours=ours.map("{:.4g}".format, na_action="ignore").fillna(MISSING),
+        **{"ours / published": ratio.map("{:.2f}".format, na_action="ignore").fillna(MISSING)},
+        note=numbers["note"],
+    )
     return frame.loc[:, ~frame.isin(["", MISSING]).all()]
 
 
-def _timed(number: Mapping[str, str], rows: pd.DataFrame) -> float | None:
-    """The published quantity of timed runs, by the same arithmetic as the cost model's calibration;
-    None where a run of it is missing."""
-
-    def timed_row(bar: PaperBar) -> dict[str, Any]:
-        is_bar = (
-            rows["source"].ne("emulated")
-            & rows["model"].eq(bar.model)
-            & rows["label"].eq(bar.label)
-            & rows["batch_size"].eq(bar.batch_size)
-            & (rows["prompt_len"] + rows["gen_len"]).eq(bar.total_len)
-        )
-        (row,) = rows[is_bar].fillna({segment.name: 0 for segment in SEGMENTS}).to_dict("records")
-        return row
-
-    try:
-        return quantity(number, timed_row)
-    except ValueError:  # no row or several
-        return None
+def _of_runs(numbers: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
+    """The published quantities of timed runs, by the same arithmetic as the cost model's
+    calibration."""
+    timed = rows[rows["source"] != "emulated"].fillna({segment.name: 0 for segment in SEGMENTS})
+    timed = timed.assign(total_len=timed["prompt_len"] + timed["gen_len"])
+    by_bar = timed.drop_duplicates(BAR, keep=False).set_index(BAR).to_dict("index")
+    found = {}
+    for at, number in numbers.iterrows():
+        with suppress(KeyError):
+            found[at] = quantity(number, by_bar.__getitem__)
+    return pd.Series(found, numbers.index, dtype=float)
 
 
 def _of_points(numbers: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
-    """The values of analysis rows at the points of published numbers; NaN for none or several."""
+    """The values of analysis rows at the points of published numbers."""
     if "series" not in rows:
         return pd.Series(float("nan"), numbers.index)
     points = numbers[POINT].assign(x=pd.to_numeric(numbers["x"], errors="coerce"))

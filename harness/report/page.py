@@ -110,32 +110,23 @@ def table(cells: pd.DataFrame | Sheet) -> Markup:
 def lead_of(drawn: Sequence[Section]) -> Section | None:
     """The figure that the report opens with: the first with runs of one's own, else that of the
     board, else the first. None without a figure."""
-    own = [section for section in drawn if section.has_own]
+    own = [section for section in drawn if section.parts[0].has_own]
     boards = [section for section in drawn if section.name == FIRST]
     return next(iter([*own, *boards, *drawn]), None)
 
 
 def said_of(section: Section) -> str:
     """The result of a figure in sentences: of the board, of one's own runs, or its finding."""
-    part = section.parts[0]
-    first = next(iter(part.tables.values()), None)
+    part, said = section.parts[0], ""
     if BOARD in part.tables:
         budget = yaml.safe_load(SAYS.read_text(encoding="utf-8"))["readme"]["budget"]
         found = board_page.shortest(rows_of(part.tables[BOARD]), budget)
-        return board_page.said_of(found) if found else part.finding
-    if not section.has_own:
-        return part.finding
-    if first is not None and shape_of(first.columns) == "accuracy":
-        return summary.said(rows_of(first[first["shipped"] == ""]))
-    return ""
-
-
-# The environment of the runs
-
-UNSHOWN = ("packages", "gpus", "memory_bytes", "dirty")
-"""Fields of a record's environment that `facts_of` shows in another way."""
-OF_A_GPU = ("driver", "pcie_generation_max", "pcie_width_max", "sm_mhz_max")
-"""What does not change from run to run: the driver, and the most that link and clock can do."""
+        said = board_page.said_of(found) if found else ""
+    elif part.has_own:
+        first = next(iter(part.tables.values()))
+        if shape_of(first.columns) == "accuracy":
+            said = summary.said(rows_of(first[first["shipped"] == ""]))
+    return said or part.finding
 
 
 def machine_of(records: Sequence[Record]) -> dict[str, str]:
@@ -154,14 +145,18 @@ def machine_of(records: Sequence[Record]) -> dict[str, str]:
 
 
 def facts_of(environment: Mapping[str, Any]) -> dict[str, str]:
-    """The known fields of a record's environment, as people read them."""
-    facts = {name: value for name, value in environment.items() if name not in UNSHOWN}
-    if environment.get("memory_bytes"):
-        facts["memory"] = f"{environment['memory_bytes'] / GIB:.0f} GiB"
-    if environment.get("dirty"):
-        facts["commit"] = f"{environment['commit']} and changes"
-    for gpu in environment.get("gpus") or ():
-        facts |= {name: gpu[name] for name in OF_A_GPU}
-    facts |= environment.get("packages", {})
-    known = {name: str(value) for name, value in facts.items() if value is not None}
-    return {name.replace("_", " "): value for name, value in known.items()}
+    """The known fields of a record's environment, as people read them.
+
+    Of a GPU those that do not change from run to run: the driver, and the most that link and clocks
+    can do.
+    """
+    facts = dict(environment)
+    packages, gpus = facts.pop("packages", {}), facts.pop("gpus", None)
+    if memory := facts.pop("memory_bytes", None):
+        facts["memory"] = f"{memory / GIB:.0f} GiB"
+    if facts.pop("dirty", False):
+        facts["commit"] = f"{facts['commit']} and changes"
+    for gpu in gpus or ():
+        facts |= {name: gpu[name] for name in gpu if name == "driver" or name.endswith("_max")}
+    known = {name: value for name, value in (facts | packages).items() if value is not None}
+    return {name.replace("_", " "): str(value) for name, value in known.items()}

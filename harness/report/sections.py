@@ -58,6 +58,12 @@ class Part(NamedTuple):
         found: set[str] = set().union(*(table["source"] for table in self.tables.values()))
         return [source for source in SOURCES if source in found]
 
+    @property
+    def has_own(self) -> bool:
+        """Whether numbers of it are of runs that are not shipped."""
+        tables = [table for table in self.tables.values() if "shipped" in table]
+        return any(len(table.query("shipped == '' and source != 'modelled'")) for table in tables)
+
 
 @dataclass(frozen=True)
 class Section:
@@ -70,14 +76,6 @@ class Section:
     tables: Sequence[str]
     page: str
     parts: list[Part] = field(default_factory=list)
-
-    @property
-    def has_own(self) -> bool:
-        """Whether numbers of it are of runs that are not shipped."""
-        tables = [table for table in self.parts[0].tables.values() if "shipped" in table]
-        return any(
-            (table["shipped"].eq("") & table["source"].ne("modelled")).any() for table in tables
-        )
 
 
 def registered() -> Iterator[Section]:
