@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from contextlib import suppress
+from typing import Any
 
 import pandas as pd
 
@@ -47,12 +48,15 @@ def _of_runs(numbers: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
     calibration."""
     timed = rows[rows["source"] != "emulated"].fillna({segment.name: 0 for segment in SEGMENTS})
     timed = timed.assign(total_len=timed["prompt_len"] + timed["gen_len"])
-    by_bar = timed.drop_duplicates(BAR, keep=False).set_index(BAR).to_dict("index")
-    found = {}
-    for at, number in numbers.iterrows():
+    once = timed.drop_duplicates(BAR, keep=False)
+    by_bar: dict[Any, Any] = once.set_index(BAR).to_dict("index")
+
+    def value(number: Any) -> float | None:
         with suppress(KeyError):
-            found[at] = quantity(number, by_bar.__getitem__)
-    return pd.Series(found, numbers.index, dtype=float)
+            return quantity(number, by_bar.__getitem__)
+        return None
+
+    return numbers.apply(value, axis=1).astype(float)
 
 
 def _of_points(numbers: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:

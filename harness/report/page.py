@@ -138,9 +138,9 @@ def machine_of(records: Sequence[Record]) -> dict[str, str]:
     found = {"finished runs": f"{len(finished)}, {minutes:.0f} minutes in total"}
     described = pd.DataFrame([facts_of(record["environment"]) for record in finished])
     for name, values in described.fillna("unknown").items():
-        counts = values.value_counts().sort_index().sort_values(ascending=False, kind="stable")
+        counts = values.value_counts()
         parts = [f"{value} ({count} of {len(finished)} runs)" for value, count in counts.items()]
-        found[str(name)] = "; ".join(parts) if len(parts) > 1 else values.iloc[0]
+        found[str(name)] = "; ".join(parts) if len(parts) > 1 else counts.index[0]
     return found
 
 

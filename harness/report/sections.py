@@ -134,7 +134,7 @@ def _sheets(table: pd.DataFrame) -> list[Sheet]:
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a table as `sheets_of` takes them."""
-    found = []
+    found: list[Any] = []
     for row in frame.astype(object).where(frame.notna(), None).to_dict("records"):
         for name, value in row.items():
             if isinstance(value, float) and value.is_integer():
@@ -153,7 +153,8 @@ def _findings(folder: Path, names: Collection[str]) -> dict[str, str]:
         path = None if place is None else place / "findings.yaml"
         if path is None or not path.exists():
             continue
-        for name, sentence in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        sentences = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        for name, sentence in sentences.items():
             if name not in names:
                 raise UserError(f"{path}: {name}: {nearest(name, names)}")
             said[name] = sentence if place == folder else f"Of the shipped runs: {sentence}"
