@@ -51,7 +51,7 @@ def _of_runs(numbers: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
     once = timed.drop_duplicates(BAR, keep=False)
     by_bar: dict[Any, Any] = once.set_index(BAR).to_dict("index")
 
-    def value(number: Any) -> float | None:
+    def value(number: Any) -> Any:
         with suppress(KeyError):
             return quantity(number, by_bar.__getitem__)
         return None
