@@ -255,13 +255,15 @@ def test_the_command_prints_the_path_or_one_line(tmp_path, results, capsys):
 
 def test_another_models_results_within_the_folder_stand_beside(results, tmp_path):
     rows = [score("A", 0.1, 0.5), score("B", 0.1, 0.5, task="copa"), score("B", 0.1, 0.5)]
-    for inner, model in ((tmp_path, "first"), (tmp_path / "second", "second")):
-        write(inner, "fig11", rows, model=model)
+    for inner, model, source in ((tmp_path, "first", "measured"), (tmp_path / "second", "second", "emulated")):
+        write(inner, "fig11", rows, model=model, source=source)
         (inner / "figures").mkdir()
         (inner / "figures" / "fig11.svg").write_text(SVG)
     (tmp_path / "findings.yaml").write_text((results / "findings.yaml").read_text())
     page = Page(report.write_report(tmp_path).read_text())
-    assert "In second" in page.text("fig11") and len(page.all("src")) == 3
+    own, inner = page.text("fig11").split("In second")
+    assert len(page.all("src")) == 3
+    assert "measured" in own and "emulated" not in own and "emulated" in inner and "measured" not in inner
     assert "without numbers: none." in page.text("missing")
     alone = report.write_report(tmp_path / "second").read_text()
     assert ">second</" in alone and ">first</" not in alone and "reads less" not in alone
