@@ -65,8 +65,7 @@ def _render(folder: Path) -> str:
     if not pages:
         nothing = f"results_dir={folder}: neither table nor figure"
         raise UserError(f"{nothing}; `{COMMAND} experiment=accuracy` makes some")
-    machines = {where: machine_of(found) for where, found in records.items()}
-    lead = lead_of([section for section in sections if section.parts and section.parts[0].image])
+    lead = lead_of(sections)
     library = files("itables").joinpath("html", "dt_bundle.js").read_text(encoding="utf-8")
     # A comment of HTML that opens within a script would hide the script's end.
     scripts = [library.replace("<!--", r"\x3C!--"), (HERE / "report.js").read_text()]
@@ -88,7 +87,7 @@ def _render(folder: Path) -> str:
         scripts=scripts,
         digests=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],
         style=(HERE / "report.css").read_text(),
-        machines={where: facts for where, facts in machines.items() if facts},
+        machines={where: machine_of(found) for where, found in records.items()},
         not_made=[section for section in sections if not section.parts],
         unfinished=[
             record
@@ -107,9 +106,10 @@ def table(cells: pd.DataFrame | Sheet) -> Markup:
         return Markup(cells.to_html(index=False, border=0, justify="left"))
 
 
-def lead_of(drawn: Sequence[Section]) -> Section | None:
+def lead_of(sections: Sequence[Section]) -> Section | None:
     """The figure that the report opens with: the first with runs of one's own, else that of the
     board, else the first. None without a figure."""
+    drawn = [section for section in sections if section.parts and section.parts[0].image]
     own = [section for section in drawn if section.parts[0].has_own]
     boards = [section for section in drawn if section.name == FIRST]
     return next(iter([*own, *boards, *drawn]), None)
