@@ -63,7 +63,7 @@ def test_no_target_of_make_touches_the_shipped_results(target):
     assert "outputs" in words or target in ("accuracy", "speedup"), "these take the default of results_dir"
 
 
-def test_runs_figures_and_the_report_leave_the_shipped_results_as_they_are(checkout, no_library, monkeypatch):
+def test_runs_figures_and_the_report_leave_the_shipped_results_as_they_are(checkout, monkeypatch):
     monkeypatch.setattr(drawing, "FORMATS", {"svg": drawing.FORMATS["svg"]})
     before = contents(Path("results"))
     report = write_report().read_text()
