@@ -181,14 +181,19 @@ MARKED = re.compile(f"^'(?={FORMULA.pattern})")
 NO_TABLE = "not a table of results"
 
 
-def is_part(row: TableRow) -> bool:
-    """Whether a row is of a chunk of its text, or of some depths of its task."""
-    return str(row["task"]).endswith("]")
+def are_parts(rows: pd.DataFrame) -> pd.Series:
+    """Whether each row is of a chunk of its text, or of some depths of its task."""
+    return rows["task"].str.endswith("]")
 
 
-def is_depth(row: TableRow) -> bool:
-    """Whether a row is of some depths of its task."""
-    return str(row["task"]).endswith(" %]")
+def are_depths(rows: pd.DataFrame) -> pd.Series:
+    """Whether each row is of some depths of its task."""
+    return rows["task"].str.endswith(" %]")
+
+
+def whole_tasks(rows: pd.DataFrame) -> pd.Series:
+    """The task of each row; of a part that of which it is one."""
+    return rows["task"].str.split("[").str[0]
 
 
 def column(name: str) -> Metric:
@@ -314,6 +319,16 @@ def grouped(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
+def is_part(row: TableRow) -> bool:
+    """Whether a row is of a chunk of its text, or of some depths of its task."""
+    return str(row["task"]).endswith("]")
+
+
+def is_depth(row: TableRow) -> bool:
+    """Whether a row is of some depths of its task."""
+    return str(row["task"]).endswith(" %]")
+
+
 def typed(row: Mapping[str, str]) -> TableRow:
     """A line of a CSV as a table row; an empty number is None.
 
@@ -337,6 +352,17 @@ def typed(row: Mapping[str, str]) -> TableRow:
 def as_cell(words: str) -> str:
     """Words as a cell of a CSV that no spreadsheet computes."""
     return f"'{words}" if FORMULA.match(words) else words
+
+
+def rows_in(frame: pd.DataFrame) -> list[TableRow]:
+    """The rows of a frame; None where a number is missing, whole numbers of a column as ints."""
+    rows = frame.astype(object).where(frame.notna(), None)
+    for name in frame.select_dtypes("number"):
+        if frame[name].dropna().mod(1).eq(0).all():
+            whole = frame[name].astype("Int64").astype(object)
+            rows[name] = whole.where(whole.notna(), None)
+    found: list[TableRow] = rows.to_dict("records")
+    return found
 
 
 def read_table(path: Path) -> list[TableRow]:
