@@ -233,7 +233,7 @@ def read_frame(path: Path) -> pd.DataFrame:
             na_values=[""],
             float_precision="round_trip",
         )
-        shape = shape_of(set(frame))
+        shape = shape_of(frame.columns)
         missing = {*IDENTITY.get(shape, ("model",))} - {*frame}
         if missing:
             raise ValueError(f"lacks {', '.join(sorted(missing))}")
@@ -252,9 +252,8 @@ def with_columns(frame: pd.DataFrame, shape: str) -> pd.DataFrame:
     table = frame.reindex(columns=list(dict.fromkeys([*names(TABLES[shape]), *frame])))
     words = [name for name in table if name in WORDS]
     numbers = [name for name in table if name in _EVERY and name not in WORDS]
-    table[words] = table[words].astype(object).fillna("")
-    table[numbers] = table[numbers].astype(float)
-    return table
+    table = table.astype(dict.fromkeys(words, object) | dict.fromkeys(numbers, float))
+    return table.fillna(dict.fromkeys(words, ""))
 
 
 def csv_of(frame: pd.DataFrame, shape: str) -> str:
@@ -361,8 +360,7 @@ def rows_in(frame: pd.DataFrame) -> list[TableRow]:
         if frame[name].dropna().mod(1).eq(0).all():
             whole = frame[name].astype("Int64").astype(object)
             rows[name] = whole.where(whole.notna(), None)
-    found: list[TableRow] = rows.to_dict("records")
-    return found
+    return [{str(name): row[name] for name in row} for row in rows.to_dict("records")]
 
 
 def read_table(path: Path) -> list[TableRow]:

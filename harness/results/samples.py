@@ -21,6 +21,7 @@ from harness.results.stats import detectable, two_sided_p, unseen_rate
 from harness.settings.kinds import COMMON, find
 
 Sample = Mapping[str, Any]
+Numbers = dict[str, float | None]
 
 EXPONENTIAL = {
     "perplexity": "nll",
@@ -114,14 +115,15 @@ def differences_of(pairs: pd.DataFrame) -> pd.DataFrame:
     to one of its questions has no row.
     """
     rows = []
-    for key, of_key in pairs.groupby(KEY):
+    for (run, task, metric), of_key in pairs.groupby(KEY):
         if of_key["full"].notna().all():
-            rows.append(dict(zip(KEY, key, strict=True)) | _difference(key[-1], of_key))
+            key = {"run_id": run, "task": task, "metric": metric}
+            rows.append(key | _difference(str(metric), of_key))
     numbers = dict.fromkeys(DIFFERENCES[len(KEY) :], float)
     return pd.DataFrame(rows, columns=DIFFERENCES).astype(numbers)
 
 
-def _difference(metric: str, pairs: pd.DataFrame) -> dict[str, float | None]:
+def _difference(metric: str, pairs: pd.DataFrame) -> Numbers:
     """The columns of a difference behind its key.
 
     The error of a difference of exponentials is the delta method's: a window changes the difference
@@ -146,7 +148,7 @@ def _difference(metric: str, pairs: pd.DataFrame) -> dict[str, float | None]:
     return found
 
 
-def _tested(difference: float, stderr: float | None, num_contexts: int) -> dict[str, float | None]:
+def _tested(difference: float, stderr: float | None, num_contexts: float) -> Numbers:
     """A difference with the two-sided p-value of 0, by the paired t-test of its contexts, and the
     smallest difference that a test at 5 % detects four times in five."""
     return {
@@ -158,7 +160,7 @@ def _tested(difference: float, stderr: float | None, num_contexts: int) -> dict[
     }
 
 
-def over_tasks(parts: pd.DataFrame) -> dict[str, float | None]:
+def over_tasks(parts: pd.DataFrame) -> Numbers:
     """The mean of tasks' differences. Tasks are strata: their errors are independent, and the tasks
     themselves are not drawn. With one context a task its error is not known; tasks then stand for
     one another, which gives too large an error rather than too small a one (collapsed strata,

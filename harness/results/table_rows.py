@@ -153,7 +153,7 @@ def _scores(record: Record) -> Iterator[Row]:
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
     for name, entries in record["metrics"].items():
-        of_task = {"source": "measured", "seq_len": seq_len, "task": task_of(name)}
+        of_task: Row = {"source": "measured", "seq_len": seq_len, "task": task_of(name)}
         of_task |= {name: entries[name] for name in CONDITIONS if name in entries}
         of_part = of_task | {"num_contexts": of_task.get("num_samples")}
         for value in _values(entries):
@@ -183,12 +183,16 @@ def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[Row]:
     needles = pd.DataFrame([sample for sample in samples if sample.get("depth") is not None])
     if needles.empty:
         return
-    parts = (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
-    for (length, part), of_part in needles.groupby([needles["length"], parts]):
-        scores, first = of_part[str(length)].tolist(), DEPTH_PERCENT * part
+    firsts = DEPTH_PERCENT * (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
+    places = []
+    for length, first in zip(needles["length"], firsts, strict=True):
+        places.append(f"{length}, {first}-{first + DEPTH_PERCENT} %")
+    for place, of_place in needles.groupby(places, sort=False):
+        metric = str(of_place["length"].iloc[0])
+        scores = of_place[metric].tolist()
         yield {
-            "task": f"{task}[{length}, {first}-{first + DEPTH_PERCENT} %]",
-            "metric": str(length),
+            "task": f"{task}[{place}]",
+            "metric": metric,
             "value": sum(scores) / len(scores),
             "stderr": clustered_stderr(scores, range(len(scores))),
             "num_samples": len(scores),

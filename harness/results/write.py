@@ -84,9 +84,9 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         if experiment == "perplexity":
             own[LAYERS_TABLE] = "analysis", layers_of(records)
         if experiment == BOARD:
-            for name, rows in board_sources.rows_of_records(records).items():
-                of_board = board_sources.SHAPES[name]
-                own[name] = of_board, with_columns(pd.DataFrame(rows), of_board)
+            for name, of_board in board_sources.rows_of_records(records).items():
+                of_shape = board_sources.SHAPES[name]
+                own[name] = of_shape, with_columns(pd.DataFrame(of_board), of_shape)
         tables = {}
         for name, (of_table, rows) in own.items():
             tables[name] = joined(folder / f"{name}.csv", of_table, rows)
@@ -159,7 +159,7 @@ def _shipped_rows(path: Path, shape: str) -> pd.DataFrame:
     if not shipped.exists():
         return with_columns(pd.DataFrame(), shape)
     rows = read_frame(shipped)
-    if shape_of(set(rows)) != shape:
+    if shape_of(rows.columns) != shape:
         raise UserError(f"{shipped}: {NO_TABLE} of this kind of run; delete it")
     return rows[rows["shipped"] != ""]
 
@@ -205,7 +205,7 @@ def ship(results_dir: Path) -> None:
     """
     for path in sorted(results_dir.glob("tables/*.csv")):
         rows = read_frame(path)
-        shape = shape_of(set(rows))
+        shape = shape_of(rows.columns)
         is_predicted = shape != "capacity" and (rows["source"] == "modelled").any()
         if shape not in MADE and not is_predicted:
             _write(path, shape, ordered(shape, rows.assign(shipped="yes")))
