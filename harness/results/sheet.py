@@ -1,28 +1,26 @@
-"""A table for people: rounded texts with units and standard errors, as Markdown or in a terminal.
+"""A table for people: rounded texts with units and errors, on a page or in a terminal.
 
 Seconds become ms and bytes GiB here (`Metric.show`), and only here.
 """
 
 import math
 import re
-import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import pandas as pd
 import yaml
 from tabulate import tabulate
 
-from harness.errors import printable, shortened
-from harness.results.columns import TableRow
+from harness.errors import printable
 from harness.results.metrics import (
     APART,
     CLAIM,
     LABEL,
     MISSING,
-    NUM_CONTEXTS,
     POSITIVE,
     SETTINGS,
     Metric,
@@ -31,26 +29,74 @@ from harness.results.metrics import (
 from harness.results.stats import critical_value
 
 T = TypeVar("T")
-WORDS = (LABEL.heading, SETTINGS.heading, CLAIM.heading, APART.heading)
+Row = Mapping[str, Any] | pd.Series
+"""A row of a frame, or some of its columns."""
+METHOD = "method"
+WORDS = (METHOD, LABEL.heading, SETTINGS.heading, CLAIM.heading, APART.heading)
 """Headings of columns of words, aligned left. All other columns are numbers."""
-HEADING_LETTERS, MAX_WIDTH, GAP = 13, 160, 2
-HEADING_PADDING = 2  # what tabulate adds to a heading
-WORD_LETTERS = 44
-"""Longest text of a line in a terminal."""
 MARKUP = re.compile(
     r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)"
     r"|\](?=[(\[])|:(?=//)|(?<=www)\.|@(?=[\w.-]+\.)"  # links, addresses
 )
 """Characters that Markdown would interpret."""
-RIGHT_OR_WRONG = ("acc", "acc_norm", "exact_match")
-"""Metrics that are the share of questions that were answered right."""
-OF_WINDOWS = ("perplexity", "perplexity_full", "kl_nats", "top1_agreement")
-"""Metrics whose contexts are windows of a text."""
-ROUNDING = 1e-6
+MAX_ROWS, MAX_LETTERS = 20, 120
+"""Lines of a table in a terminal, and letters of a line."""
+SPARED = "resident"
+"""The column that a wide table leaves out first."""
 OWN = "*"
 """Mark of one's own runs in a table that also has shipped rows."""
 OWN_NOTE = f"{OWN} One's own run; the other rows are shipped with the project."
 NOTES = yaml.safe_load(Path(__file__).with_name("notes.yaml").read_text(encoding="utf-8"))
+
+
+class Sheet(NamedTuple):
+    """One table: a title, the cells as texts under their headings, and notes below the table."""
+
+    title: str
+    table: pd.DataFrame
+    notes: Sequence[str] = ()
+
+    @property
+    def header(self) -> list[str]:
+        """The headings."""
+        return list(self.table)
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """The cells of each line."""
+        return self.table.to_numpy().tolist()
+
+
+def sheet_of(
+    title: str,
+    items: Iterable[T],
+    shown: Mapping[str, Callable[[T], str]],
+    notes: Sequence[str] = (),
+) -> Sheet:
+    """A sheet with a line for each item. shown: what a line has under each heading."""
+    lines = [[show(item) for show in shown.values()] for item in items]
+    return Sheet(title, pd.DataFrame(lines, columns=list(shown)), notes)
+
+
+def texts_of(frame: pd.DataFrame, columns: Iterable[Metric]) -> pd.DataFrame:
+    """The columns of a frame as texts under their headings."""
+    texts = {}
+    for column in columns:
+        values = frame.get(column.name, pd.Series(math.nan, frame.index))
+        if column.digits is None:
+            texts[column.heading] = values.replace("", MISSING)
+        else:
+            texts[column.heading] = values.map(column.show)
+    return pd.DataFrame(texts)
+
+
+def mark_own(frame: pd.DataFrame, name: str) -> tuple[pd.DataFrame, list[str]]:
+    """The frame with one's own runs marked in the column `name` where other rows are shipped, and a
+    note on it."""
+    if "shipped" not in frame or frame["shipped"].eq("").nunique() < 2:
+        return frame, []
+    marked = frame[name].where(frame["shipped"].ne(""), frame[name] + f" {OWN}")
+    return frame.assign(**{name: marked}), [OWN_NOTE]
 
 
 def note(name: str, **fields: object) -> str:
@@ -60,61 +106,28 @@ def note(name: str, **fields: object) -> str:
     return words.format(**shared, **fields)
 
 
-class Sheet(NamedTuple):
-    """One table: a title, the headings, the lines as text, and notes below the table."""
+# Numbers as texts
 
-    title: str
-    header: list[str]
-    lines: list[list[str]]
-    notes: Sequence[str] = ()
-
-
-Shown = dict[str, Callable[[TableRow], str]]
-"""The columns of a sheet: by heading, what shows a row there."""
-
-
-def sheet_of(
-    title: str, rows: Iterable[T], shown: Mapping[str, Callable[[T], str]], **parts: Any
-) -> Sheet:
-    """A sheet with a line for each row, or group of rows. parts: further fields of the sheet."""
-    lines = [[show(row) for show in shown.values()] for row in rows]
-    return Sheet(title, list(shown), lines, **parts)
-
-
-def shown_as_is(columns: Iterable[Metric]) -> Shown:
-    """Columns that show a row's own number or words."""
-    return {column.heading: partial(_cell, column) for column in columns}
-
-
-def _cell(column: Metric, row: TableRow) -> str:
-    value = row.get(column.name)
-    return str(value or MISSING) if column.digits is None else column.show(value)
-
-
-def mark_own(rows: Sequence[TableRow], name: str) -> tuple[Sequence[TableRow], list[str]]:
-    """Mark one's own runs in the column `name` where other rows are shipped; with a note on it."""
-    if len({bool(row.get("shipped")) for row in rows}) < 2:
-        return rows, []
-    marked = []
-    for row in rows:
-        marked.append(row if row.get("shipped") else row | {name: f"{row[name]} {OWN}"})
-    return marked, [OWN_NOTE]
-
-
-def show_range(column: Metric, values: Iterable[float | None], between: str = "-") -> str:
-    """A value, or the smallest and the largest if they differ when rounded."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return MISSING
-    least, most = column.show(min(known)), column.show(max(known))
-    return least if least == most else f"{least}{between}{most}"
-
-
+RIGHT_OR_WRONG = ("acc", "acc_norm", "exact_match")
+"""Metrics that are the share of questions that were answered right."""
+OF_WINDOWS = ("perplexity", "perplexity_full", "kl_nats", "top1_agreement")
+"""Metrics whose contexts are windows of a text."""
 FEWEST_CONTEXTS = 3
 """Of an interval: with two it would go 12.7 standard errors to each side."""
 COUNTED = 20
 """Fewer questions are counted: "2 of 3"."""
-SCORE_DIGITS, ERROR_DIGITS = 4, 2
+SCORE_DIGITS, ERROR_DIGITS, KL_DIGITS = 4, 2, 3
+MAX_DECIMALS = 5
+ROUNDING = 1e-6
+
+
+def show_range(column: Metric, values: Iterable[float | None], between: str = "-") -> str:
+    """A value, or the smallest and the largest if they differ when rounded."""
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    if not known:
+        return MISSING
+    least, most = column.show(min(known)), column.show(max(known))
+    return least if least == most else f"{least}{between}{most}"
 
 
 class Interval(NamedTuple):
@@ -139,22 +152,34 @@ def decimals_of(value: float, digits: int) -> int:
     return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
 
 
-def interval_of(row: TableRow) -> Interval | None:
+def interval_of(row: Row) -> Interval | None:
     """The interval of a row's difference to the full cache; None where none is known."""
-    difference, stderr = row.get("difference"), row.get("difference_stderr")
-    contexts = row.get(NUM_CONTEXTS.name)
-    if difference is None or stderr is None or (contexts or FEWEST_CONTEXTS) < FEWEST_CONTEXTS:
+    difference, stderr = known(row, "difference"), known(row, "difference_stderr")
+    if difference is None or stderr is None or has_few_contexts(row):
         return None
-    factor, half_width = quantity(row["metric"]).factor, critical_value(contexts) * stderr
+    factor = quantity(row["metric"]).factor
+    half_width = critical_value(known(row, "num_contexts")) * stderr
     return Interval(factor * (difference - half_width), factor * (difference + half_width))
 
 
-def counted(row: TableRow) -> str | None:
+def known(row: Row, name: str) -> float | None:
+    """A number of a row; None where it has none."""
+    value: float | None = row.get(name)
+    return None if pd.isna(value) else value
+
+
+def has_few_contexts(row: Row) -> bool:
+    """Whether a row's contexts are too few for an interval."""
+    contexts = known(row, "num_contexts")
+    return contexts is not None and contexts < FEWEST_CONTEXTS
+
+
+def counted(row: Row) -> str | None:
     """Right answers as "2 of 3", where they are few, all or none; None elsewhere.
 
     A standard error says nothing of these.
     """
-    value, number = row["value"], row.get("num_samples")
+    value, number = row["value"], known(row, "num_samples")
     if row["metric"].partition(",")[0] not in RIGHT_OR_WRONG or not number:
         return None
     right = value * number
@@ -163,7 +188,7 @@ def counted(row: TableRow) -> str | None:
     return f"{right:.0f} of {number:.0f}"
 
 
-def show_value(row: TableRow) -> str:
+def show_value(row: Row) -> str:
     """A row's value: a perplexity of any size with four digits, right answers as `counted`."""
     shown = quantity(row["metric"])
     if shown.unit is not POSITIVE or not row["value"]:
@@ -172,19 +197,19 @@ def show_value(row: TableRow) -> str:
     return f"{row['value']:,.{decimals}f}"
 
 
-def show_score(row: TableRow) -> str:
+def show_score(row: Row) -> str:
     """A row's value with its difference to the full cache, `487.5; +475 (95 %: -245 to +1,195)`,
     or with its standard error where there is no difference."""
-    shown, difference = quantity(row["metric"]), row.get("difference")
-    text = show_value(row)
+    shown, text = quantity(row["metric"]), show_value(row)
+    difference, contexts = known(row, "difference"), known(row, "num_contexts")
     if difference is None:
-        stderr, contexts = row["stderr"], row.get(NUM_CONTEXTS.name) or FEWEST_CONTEXTS
-        if not stderr or counted(row) or contexts < FEWEST_CONTEXTS:
+        stderr = known(row, "stderr")
+        if not stderr or counted(row) or has_few_contexts(row):
             return text
         decimals = len(text.partition(".")[2])
         return f"{text} ± {shown.factor * stderr:,.{decimals}f}"
-    stderr, contexts = row.get("difference_stderr"), row.get(NUM_CONTEXTS.name)
-    change, interval = shown.factor * difference, interval_of(row)
+    stderr, interval = known(row, "difference_stderr"), interval_of(row)
+    change = shown.factor * difference
     if not change and not stderr:
         return f"{text}; the same"
     change_text = f"{change:+,.{decimals_of(change, ERROR_DIGITS)}f}"
@@ -198,7 +223,14 @@ def show_score(row: TableRow) -> str:
     return f"{text}; {change_text} (95 %: {interval.show()})"
 
 
-# Text
+def show_kl(value: float, stderr: float | None = None) -> str:
+    """A KL in nats with three digits, and its standard error if given."""
+    decimals = min(MAX_DECIMALS, decimals_of(value, KL_DIGITS))
+    text = f"{value:z.{decimals}f}"
+    return text if not value or stderr is None else f"{text} ± {stderr:.{decimals}f}"
+
+
+# A page
 
 
 def markdown(title: str, words: str, sheets: Iterable[Sheet]) -> str:
@@ -210,10 +242,9 @@ def markdown(title: str, words: str, sheets: Iterable[Sheet]) -> str:
 
 
 def pipes(sheet: Sheet) -> str:
-    """The headings and lines of a sheet, as a table of Markdown."""
-    lines = [list(map(_escaped, line)) for line in sheet.lines]
-    header = list(map(_escaped, sheet.header))
-    sides = _sides(sheet.header)
+    """The cells of a sheet, as a table of Markdown."""
+    header, *lines = _cells(sheet.table, _escaped)
+    sides = _sides(sheet.table)
     return tabulate(lines, header, "pipe", colalign=sides, disable_numparse=True)
 
 
@@ -221,46 +252,101 @@ def _escaped(text: str) -> str:
     return MARKUP.sub(r"\\\g<0>", printable(text))
 
 
-def _sides(header: Iterable[str]) -> list[str]:
-    return ["left" if heading in WORDS else "right" for heading in header]
+def _cells(table: pd.DataFrame, show: Callable[[str], str]) -> list[list[str]]:
+    """The headings, then the lines."""
+    return [list(map(show, line)) for line in (table.columns, *table.to_numpy())]
+
+
+def _sides(table: pd.DataFrame) -> list[str]:
+    return ["left" if heading in WORDS else "right" for heading in table]
+
+
+# A terminal
 
 
 def terminal(sheet: Sheet) -> str:
-    """A table for a terminal, in parts that fit its width, with wrapped headings.
-
-    The width is `MAX_WIDTH` letters if the output is no terminal. Each part repeats the columns of
-    words.
-    """
-    header = list(map(printable, sheet.header))
-    wrapped = [textwrap.wrap(heading, HEADING_LETTERS) for heading in header]
-    lines = []
-    for line in sheet.lines:
-        lines.append([shortened(printable(text), WORD_LETTERS) for text in line])
-    widths = []
-    for at, heading in enumerate(wrapped):
-        cells = [len(line[at]) for line in lines]
-        widths.append(GAP + max(HEADING_PADDING + max(map(len, heading)), *cells))
-    texts: list[str] = []
-    for part in _parts(header, widths):
-        title = f"{sheet.title}, continued" if texts else sheet.title
-        shown = [[line[at] for at in part] for line in lines]
-        headings = ["\n".join(wrapped[at]) for at in part]
-        sides = _sides(header[at] for at in part)
-        table = tabulate(shown, headings, "simple", colalign=sides, disable_numparse=True)
-        texts.append(f"{printable(title)}\n{table}")
-    return "\n\n".join(texts)
+    """A sheet with at most `MAX_ROWS` lines of `MAX_LETTERS`, and what it leaves out. One line
+    alone is printed from top to bottom."""
+    if len(sheet.table) == 1:
+        return _from_top_to_bottom(sheet)
+    left_out = []
+    shown, notes = sheet.table.head(MAX_ROWS), list(sheet.notes)
+    while not fits(shown) and shown.shape[1] > 2:
+        heading = SPARED if SPARED in shown else shown.columns[-1]
+        shown = shown.drop(columns=heading)
+        left_out.append(heading)
+    if len(shown) < len(sheet.table):
+        notes.append(f"{len(shown)} of {len(sheet.table)} lines.")
+    if left_out:
+        notes.append(f"Not shown: {', '.join(left_out)}.")
+    texts = [f"## {printable(sheet.title)}", _narrow(shown), wrapped(" ".join(notes))]
+    return "\n\n".join(filter(None, texts))
 
 
-def _parts(header: Sequence[str], widths: Sequence[int]) -> list[list[int]]:
-    """The numbers of the columns in parts that fit the terminal."""
-    max_width = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
-    words = [at for at, heading in enumerate(header) if heading in WORDS]
-    parts = [words]
-    for at, heading in enumerate(header):
-        if heading in WORDS:
-            continue
-        width = widths[at] + sum(widths[number] for number in parts[-1])
-        if len(parts[-1]) > len(words) and width > max_width:
-            parts.append(words)
-        parts[-1] = [*parts[-1], at]
-    return parts
+def alike_in_title(sheet: Sheet) -> Sheet:
+    """A sheet of several lines with the numbers that all of them share in its title."""
+    table = sheet.table
+    alike = [heading for heading in table.columns[1:] if table[heading].nunique() == 1]
+    if len(table) == 1:
+        return sheet
+    words = [f"{heading} {table[heading].iloc[0]}" for heading in alike]
+    title = ", ".join([sheet.title, *words])
+    return sheet._replace(title=title, table=table.drop(columns=alike))
+
+
+def fits(table: pd.DataFrame) -> bool:
+    """Whether the lines of a table are short enough for a terminal."""
+    return len(_narrow(table).partition("\n")[0]) <= MAX_LETTERS
+
+
+def _narrow(table: pd.DataFrame) -> str:
+    """A table of Markdown. The headings go in as a line, since `tabulate` widens those of their
+    own."""
+    cells, sides = _cells(table, printable), _sides(table)
+    text = tabulate(cells, tablefmt="pipe", colalign=sides, disable_numparse=True)
+    rule, header, *lines = text.splitlines()
+    return "\n".join([header, rule, *lines])
+
+
+def _from_top_to_bottom(sheet: Sheet) -> str:
+    """The title, and a line for each heading that has a value."""
+    header, line = _cells(sheet.table, printable)
+    known = {heading: text for heading, text in zip(header, line, strict=True) if text != MISSING}
+    width = max(map(len, known))
+    lines = [f"  {heading:{width}}  {text}" for heading, text in known.items()]
+    return "\n".join([printable(sheet.title), *lines])
+
+
+def wrapped(text: str) -> str:
+    """Lines of at most `MAX_LETTERS`, none of which begins with a %."""
+    joined = printable(text).replace(" %", "\u00a0%")
+    return textwrap.fill(joined, MAX_LETTERS).replace("\u00a0", " ")
+
+
+# Of lists of rows, until the board's pages are frames
+
+Shown = dict[str, Callable[[Any], str]]
+
+
+def sheet_of_lines(
+    title: str, header: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str] = ()
+) -> Sheet:
+    """A sheet of lines of texts."""
+    return Sheet(title, pd.DataFrame(lines, columns=list(header)), notes)
+
+
+def shown_as_is(columns: Iterable[Metric]) -> Shown:
+    """Columns that show a row's own number or words."""
+    return {column.heading: partial(_as_is, column) for column in columns}
+
+
+def _as_is(column: Metric, row: Row) -> str:
+    value = row.get(column.name)
+    return str(value or MISSING) if column.digits is None else column.show(value)
+
+
+def mark_own_rows(rows: Sequence[Any], name: str) -> tuple[list[Any], list[str]]:
+    """`mark_own` of a list of rows."""
+    shipped = [{"shipped": row.get("shipped") or "", name: row[name]} for row in rows]
+    marked, notes = mark_own(pd.DataFrame(shipped), name)
+    return [row | {name: label} for row, label in zip(rows, marked[name], strict=True)], notes
