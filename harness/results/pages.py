@@ -25,25 +25,24 @@ from harness.results.sheet import (
     FEWEST_CONTEXTS,
     MAX_ROWS,
     METHOD,
+    NOTES,
     OF_WINDOWS,
     RIGHT_OR_WRONG,
-    Row,
     Sheet,
     alike_in_title,
     fits,
-    has_few_contexts,
-    interval_of,
-    known,
     mark_own,
     mark_own_rows,
     markdown,
     note,
+    show_interval,
     show_kl,
     show_range,
     show_score,
     show_value,
     terminal,
     texts_of,
+    with_intervals,
     wrapped,
 )
 from harness.settings.kinds import KINDS
@@ -96,11 +95,13 @@ def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
 
 def as_frame(rows):
     if isinstance(rows, pd.DataFrame):
-        return rows
+        names = columns.names(columns.TABLES[shape_of(rows.columns)])
+        return rows.reindex(columns=list(dict.fromkeys([*names, *rows])))
     if not rows:
         return pd.DataFrame()
     shape = columns.TABLES[shape_of(rows[0])]
-    return columns.read_frame(io.StringIO(columns.render_csv(shape, rows)))
+    frame = columns.read_frame(io.StringIO(columns.render_csv(shape, rows)))
+    return frame.reindex(columns=dict.fromkeys([*columns.names(shape), *frame]))
 
 
 def _titles(frame: pd.DataFrame) -> pd.Series:
@@ -208,7 +209,8 @@ def lines_of(frame: pd.DataFrame) -> pd.DataFrame:
     which the runs of a column differ. Two runs on one task with the same settings have a line each.
     """
     column = frame.groupby(KEY).ngroup()
-    rows = frame.assign(own=varied(frame["settings"], column, only_sizes=True))
+    rows = with_intervals(frame)
+    rows["own"] = varied(rows["settings"], column, only_sizes=True)
     repeat = rows.groupby(["label", "method", "own", *KEY]).cumcount()
     rows["line"] = rows.groupby(["label", "method", "own", repeat], sort=False).ngroup()
     order = rows[["label", "own", "line"]].assign(
@@ -320,20 +322,13 @@ def _capacity(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
 
 
 def _analysis(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
-    """Runs that have no series in common share a table."""
-    for (metric, x_name), of_kind in frame.groupby(["metric", "x_name"], sort=False):
+    """Series that several runs have stand in a table for each."""
+    of_series = frame.groupby(["metric", "x_name", "series"])["run_id"]
+    repeat = of_series.transform(lambda runs: pd.factorize(runs)[0])
+    for (metric, x_name, _), rows in frame.groupby(["metric", "x_name", repeat], sort=False):
         shown = quantity(metric)
         by = f", by {x_name.replace('_', ' ')}" if x_name else ""
-        tables: list[pd.DataFrame] = []
-        for _, of_run in of_kind.groupby("run_id", sort=False):
-            for number, table in enumerate(tables):
-                if set(table["series"]).isdisjoint(of_run["series"]):
-                    tables[number] = pd.concat([table, of_run])
-                    break
-            else:
-                tables.append(of_run)
-        for table in tables:
-            yield Sheet(f"{title}: {shown.heading}{by}", _by_series(table, shown))
+        yield Sheet(f"{title}: {shown.heading}{by}", _by_series(rows, shown))
 
 
 def _by_series(rows: pd.DataFrame, shown: Metric) -> pd.DataFrame:
@@ -379,15 +374,6 @@ SAME_BUDGET = 0.1
 """Budgets that differ by at most this share are compared in a sentence."""
 MAX_NAMES, MAX_TASKS = 4, 2
 """Methods and tasks that a sentence names."""
-WORSE, BETTER, UNSURE = "worse for certain (95 %)", "better for certain", "not told apart"
-OF_SHARES = (
-    "budget: share (%) of the full cache that a step reads; device: of it, read in device memory; "
-    "resident: what the method keeps there."
-)
-OF_ANSWERS = "Tasks: right answers (%)."
-OF_KL = "KL ± its standard error."
-INTERVALS = "In brackets: the 95 % interval of the difference to the full cache."
-MARKS = "*: the 95 % interval of the difference to the full cache is without zero."
 
 
 class Figure(NamedTuple):
@@ -481,7 +467,7 @@ def _full_cache(rows: pd.DataFrame) -> pd.DataFrame:
     if is_full.any() or full["metric"].eq(KL).all():
         return rows.head(0)
     return full.assign(
-        label="Full cache", method=FULL, own="", line=-1, stderr=math.nan, difference=math.nan,
+        label="Full cache", method=FULL, own="", line=-1, stderr=math.nan, low=math.nan,
         budget=1.0, device_frac=1.0, resident_frac=0.0,
     )  # fmt: skip
 
@@ -541,15 +527,14 @@ def _figure_sheet(figure: Figure) -> Sheet:
     has_intervals = fits(table)
     if not has_intervals:
         table = _figure_table(figure, has_intervals=False).loc[closest]
-    notes = [OF_SHARES]
-    if any(map(_is_answer, figure.keys)):
-        notes.append(OF_ANSWERS)
-    if any(metric == KL for _, metric in figure.keys):
-        notes.append(OF_KL)
-    rows = [row for _, row in figure.rows.iterrows()]
-    if any(map(interval_of, rows)):
-        notes.append(INTERVALS if has_intervals else MARKS)
-    fewest = min((known(row, "num_contexts") or FEWEST_CONTEXTS) for row in rows)
+    is_said = {
+        "shares": True,
+        "answers": any(map(_is_answer, figure.keys)),
+        "kl": any(metric == KL for _, metric in figure.keys),
+        "intervals" if has_intervals else "marks": figure.rows["low"].notna().any(),
+    }
+    notes = [NOTES["terminal"][name] for name in is_said if is_said[name]]
+    fewest = figure.rows["num_contexts"].min()
     if fewest < FEWEST_CONTEXTS:
         notes.append(f"{fewest:.0f} windows or contexts: no interval.")
     num_lines = figure.rows["line"].nunique()
@@ -591,16 +576,15 @@ def heading_of(key: Key, keys: Sequence[Key]) -> str:
     return task if is_alone and _is_answer(key) else f"{task} {heading}"
 
 
-def _cell(row: Row, has_intervals: bool) -> str:
+def _cell(row: pd.Series, has_intervals: bool) -> str:
     if row["metric"] == KL:
-        return show_kl(row["value"], None if has_few_contexts(row) else known(row, "stderr"))
-    text, interval = show_value(row), interval_of(row)
-    if interval is None:
+        return show_kl(row["value"], row["stderr"])
+    text, low, high = show_value(row), row["low"], row["high"]
+    if math.isnan(low):
         return text
     if not has_intervals:
-        return f"{text}*" if interval.is_certain else text
-    is_same = interval.low == interval.high == 0
-    return f"{text} (same)" if is_same else f"{text} ({interval.show()})"
+        return f"{text}*" if low > 0 or high < 0 else text
+    return f"{text} (same)" if low == high == 0 else f"{text} ({show_interval(low, high)})"
 
 
 # What the table says
@@ -656,10 +640,10 @@ def _compared(figure: Figure, keys: Iterable[Key]) -> str:
     """For each column the full cache's value, and which lines certainly differ from it."""
     parts = []
     for key in keys:
-        rows = [row for _, row in figure.column(key).iterrows() if interval_of(row)]
-        if not rows:
+        rows = figure.column(key).dropna(subset="low")
+        if rows.empty:
             continue
-        full = show_value({**rows[0], "value": rows[0]["value"] - rows[0]["difference"]})
+        full = show_value(rows.assign(value=rows["value"] - rows["difference"]).iloc[0])
         if _is_answer(key):
             full += f" % of {key[0]}"
         parts.append(f"the full cache has {full}; {_certain(rows)}")
@@ -668,19 +652,19 @@ def _compared(figure: Figure, keys: Iterable[Key]) -> str:
     return "; ".join(parts)
 
 
-def _certain(rows: Sequence[Row]) -> str:
-    sides: dict[str, list[str]] = {WORSE: [], BETTER: [], UNSURE: []}
-    for row in rows:
-        interval = interval_of(row)
-        if interval is None or not interval.is_certain:
-            sides[UNSURE].append(row["said"])
-        else:
-            is_worse = (row["difference"] > 0) == (row["metric"] == PERPLEXITY)
-            sides[WORSE if is_worse else BETTER].append(row["said"])
+def _certain(rows: pd.DataFrame) -> str:
+    is_certain = rows["low"].gt(0) | rows["high"].lt(0)
+    is_worse = rows["difference"].gt(0) == rows["metric"].eq(PERPLEXITY)
+    sides = {
+        "worse for certain (95 %)": is_certain & is_worse,
+        "better for certain": is_certain & ~is_worse,
+        "not told apart": ~is_certain,
+    }
     words = []
-    for side, names in sides.items():
+    for side, is_there in sides.items():
+        names = rows["said"][is_there]
         listed = " / ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} of {len(rows)}"
-        if names:
+        if len(names):
             words.append(f"{side}: {listed}")
     return ", ".join(words)
 

@@ -29,8 +29,6 @@ from harness.results.metrics import (
 from harness.results.stats import critical_value
 
 T = TypeVar("T")
-Row = Mapping[str, Any] | pd.Series
-"""A row of a frame, or some of its columns."""
 METHOD = "method"
 WORDS = (METHOD, LABEL.heading, SETTINGS.heading, CLAIM.heading, APART.heading)
 """Headings of columns of words, aligned left. All other columns are numbers."""
@@ -82,7 +80,7 @@ def texts_of(frame: pd.DataFrame, columns: Iterable[Metric]) -> pd.DataFrame:
     """The columns of a frame as texts under their headings."""
     texts = {}
     for column in columns:
-        values = frame.get(column.name, pd.Series(math.nan, frame.index))
+        values = frame[column.name]
         if column.digits is None:
             texts[column.heading] = values.replace("", MISSING)
         else:
@@ -130,21 +128,27 @@ def show_range(column: Metric, values: Iterable[float | None], between: str = "-
     return least if least == most else f"{least}{between}{most}"
 
 
-class Interval(NamedTuple):
-    """The 95 % interval (Student's t) of a difference, in the unit of its heading."""
+def with_intervals(rows: pd.DataFrame) -> pd.DataFrame:
+    """Accuracy rows with the 95 % interval (Student's t) of their difference to the full cache,
+    from `low` to `high` in the unit of the heading.
 
-    low: float
-    high: float
+    With fewer than `FEWEST_CONTEXTS` contexts a row has neither it nor a standard error.
+    """
+    contexts, difference = rows["num_contexts"], rows["difference"]
+    factor = rows["metric"].map(lambda metric: quantity(metric).factor)
+    critical = [critical_value(None if math.isnan(number) else number) for number in contexts]
+    half_width = (critical * rows["difference_stderr"]).mask(contexts < FEWEST_CONTEXTS)
+    return rows.assign(
+        low=factor * (difference - half_width),
+        high=factor * (difference + half_width),
+        stderr=rows["stderr"].mask(contexts < FEWEST_CONTEXTS),
+    )
 
-    @property
-    def is_certain(self) -> bool:
-        """Whether zero lies outside."""
-        return self.low > 0 or self.high < 0
 
-    def show(self) -> str:
-        """`-245 to +1,195`, with two digits of the end that is farther from zero."""
-        decimals = decimals_of(max(abs(self.low), abs(self.high)), ERROR_DIGITS)
-        return f"{self.low:+,.{decimals}f} to {self.high:+,.{decimals}f}"
+def show_interval(low: float, high: float) -> str:
+    """`-245 to +1,195`, with two digits of the end that is farther from zero."""
+    decimals = decimals_of(max(abs(low), abs(high)), ERROR_DIGITS)
+    return f"{low:+,.{decimals}f} to {high:+,.{decimals}f}"
 
 
 def decimals_of(value: float, digits: int) -> int:
@@ -152,43 +156,19 @@ def decimals_of(value: float, digits: int) -> int:
     return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
 
 
-def interval_of(row: Row) -> Interval | None:
-    """The interval of a row's difference to the full cache; None where none is known."""
-    difference, stderr = known(row, "difference"), known(row, "difference_stderr")
-    if difference is None or stderr is None or has_few_contexts(row):
-        return None
-    factor = quantity(row["metric"]).factor
-    half_width = critical_value(known(row, "num_contexts")) * stderr
-    return Interval(factor * (difference - half_width), factor * (difference + half_width))
-
-
-def known(row: Row, name: str) -> float | None:
-    """A number of a row; None where it has none."""
-    value: float | None = row.get(name)
-    return None if pd.isna(value) else value
-
-
-def has_few_contexts(row: Row) -> bool:
-    """Whether a row's contexts are too few for an interval."""
-    contexts = known(row, "num_contexts")
-    return contexts is not None and contexts < FEWEST_CONTEXTS
-
-
-def counted(row: Row) -> str | None:
-    """Right answers as "2 of 3", where they are few, all or none; None elsewhere.
+def counted(row: pd.Series) -> str:
+    """Right answers as "2 of 3", where they are few, all or none; "" elsewhere.
 
     A standard error says nothing of these.
     """
-    value, number = row["value"], known(row, "num_samples")
-    if row["metric"].partition(",")[0] not in RIGHT_OR_WRONG or not number:
-        return None
-    right = value * number
-    if abs(right - round(right)) > ROUNDING or number >= COUNTED and 0 < right < number:
-        return None
-    return f"{right:.0f} of {number:.0f}"
+    number, right = row["num_samples"], row["num_samples"] * row["value"]
+    is_answer = row["metric"].partition(",")[0] in RIGHT_OR_WRONG
+    if not is_answer or not number > 0 or abs(right - round(right)) > ROUNDING:
+        return ""
+    return f"{right:.0f} of {number:.0f}" if number < COUNTED or right in (0, number) else ""
 
 
-def show_value(row: Row) -> str:
+def show_value(row: pd.Series) -> str:
     """A row's value: a perplexity of any size with four digits, right answers as `counted`."""
     shown = quantity(row["metric"])
     if shown.unit is not POSITIVE or not row["value"]:
@@ -197,37 +177,35 @@ def show_value(row: Row) -> str:
     return f"{row['value']:,.{decimals}f}"
 
 
-def show_score(row: Row) -> str:
-    """A row's value with its difference to the full cache, `487.5; +475 (95 %: -245 to +1,195)`,
-    or with its standard error where there is no difference."""
-    shown, text = quantity(row["metric"]), show_value(row)
-    difference, contexts = known(row, "difference"), known(row, "num_contexts")
-    if difference is None:
-        stderr = known(row, "stderr")
-        if not stderr or counted(row) or has_few_contexts(row):
+def show_score(row: pd.Series) -> str:
+    """The value of a row of `with_intervals`, with its difference to the full cache,
+    `487.5; +475 (95 %: -245 to +1,195)`, or with its standard error where there is none."""
+    text, factor = show_value(row), quantity(row["metric"]).factor
+    change, stderr, contexts = row["difference"], row["difference_stderr"], row["num_contexts"]
+    if math.isnan(change):
+        if not row["stderr"] > 0 or counted(row):
             return text
         decimals = len(text.partition(".")[2])
-        return f"{text} ± {shown.factor * stderr:,.{decimals}f}"
-    stderr, interval = known(row, "difference_stderr"), interval_of(row)
-    change = shown.factor * difference
-    if not change and not stderr:
+        return f"{text} ± {factor * row['stderr']:,.{decimals}f}"
+    if change == 0 and not stderr > 0:
         return f"{text}; the same"
-    change_text = f"{change:+,.{decimals_of(change, ERROR_DIGITS)}f}"
+    change *= factor
+    text = f"{text}; {change:+,.{decimals_of(change, ERROR_DIGITS)}f}"
     if stderr == 0:
-        return f"{text}; {change_text} on each"
-    if interval is None:
-        part = "window" if row["metric"] in OF_WINDOWS else "context"
-        plural = "s" * (contexts != 1)
-        why = f"{contexts:.0f} {part}{plural}: no interval" if contexts else "no interval"
-        return f"{text}; {change_text} ({why})"
-    return f"{text}; {change_text} (95 %: {interval.show()})"
+        return f"{text} on each"
+    if not math.isnan(row["low"]):
+        return f"{text} (95 %: {show_interval(row['low'], row['high'])})"
+    if not contexts > 0:
+        return f"{text} (no interval)"
+    part = "window" if row["metric"] in OF_WINDOWS else "context"
+    return f"{text} ({contexts:.0f} {part}{'s' * (contexts != 1)}: no interval)"
 
 
-def show_kl(value: float, stderr: float | None = None) -> str:
-    """A KL in nats with three digits, and its standard error if given."""
+def show_kl(value: float, stderr: float = math.nan) -> str:
+    """A KL in nats with three digits, and its standard error if known."""
     decimals = min(MAX_DECIMALS, decimals_of(value, KL_DIGITS))
     text = f"{value:z.{decimals}f}"
-    return text if not value or stderr is None else f"{text} ± {stderr:.{decimals}f}"
+    return f"{text} ± {stderr:.{decimals}f}" if value and not math.isnan(stderr) else text
 
 
 # A page
@@ -340,7 +318,7 @@ def shown_as_is(columns: Iterable[Metric]) -> Shown:
     return {column.heading: partial(_as_is, column) for column in columns}
 
 
-def _as_is(column: Metric, row: Row) -> str:
+def _as_is(column: Metric, row: Mapping[str, Any]) -> str:
     value = row.get(column.name)
     return str(value or MISSING) if column.digits is None else column.show(value)
 
