@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import NamedTuple
 
 import pandas as pd
 
@@ -241,7 +240,7 @@ def _wide(
 def _accuracy(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
     """Whole tasks and texts, then chunks of texts, then each task with needles by their depth."""
     is_part, is_depth = frame["task"].str.endswith("]"), frame["task"].str.endswith(" %]")
-    is_length = frame["metric"].str.split(",").str[0].isin(LENGTHS)
+    is_length = _unfiltered(frame).isin(LENGTHS)
     is_length &= ~is_part & (frame["task"][~is_part].nunique() > 1)
     for words, rows in (
         ("", frame[~is_part & ~is_length]),
@@ -264,6 +263,11 @@ def _accuracy_sheet(title: str, frame: pd.DataFrame) -> Sheet:
     words = texts_of(rows.drop_duplicates("line").set_index("line"), named("label settings"))
     cells = [show_score(row) for _, row in rows.iterrows()]
     return Sheet(title, words.join(_wide(rows, shares, _headings(frame), cells)), notes)
+
+
+def _unfiltered(rows: pd.DataFrame) -> pd.Series:
+    """The metric of each row without the filter of lm-eval."""
+    return rows["metric"].str.split(",").str[0]
 
 
 def _headings(frame: pd.DataFrame) -> dict[Key, str]:
@@ -363,11 +367,11 @@ SHEETS = {"capacity": _capacity, "latency": _latency, "accuracy": _accuracy, "an
 # A terminal: a table of each figure, and what it says
 
 KL, PERPLEXITY, TOP1 = "kl_nats", "perplexity", "top1_agreement"
-SHOWN = (
-    KL, PERPLEXITY, "acc", "exact_match", "text_perplexity", "first_divergence", "repetition",
-    "generated_tokens", "at_limit",
-)  # fmt: skip
-"""Metrics of `METRICS` that a terminal shows, in its order; the others, which lm-eval measured,
+PLACES = {
+    KL: 0, PERPLEXITY: 1, "acc": 2, "exact_match": 2, "text_perplexity": 3, "first_divergence": 4,
+    "repetition": 5, "generated_tokens": 6, "at_limit": 7,
+}  # fmt: skip
+"""Metrics of `METRICS` that a terminal shows, and their order. The others, which lm-eval measured,
 stand with `acc`."""
 SHARES = {"budget": BUDGET, "device": DEVICE_FRAC, "resident": RESIDENT_FRAC}
 SAME_BUDGET = 0.1
@@ -376,46 +380,35 @@ MAX_NAMES, MAX_TASKS = 4, 2
 """Methods and tasks that a sentence names."""
 
 
-class Figure(NamedTuple):
-    """The runs of one table. rows: in the order of lines, each with the `name` of its line, and
-    `said`, as sentences name it. keys: the columns, in their order."""
-
-    title: str
-    rows: pd.DataFrame
-    keys: Sequence[Key]
-
-    def column(self, key: Key) -> pd.DataFrame:
-        """The rows of a column."""
-        return self.rows[self.rows["task"].eq(key[0]) & self.rows["metric"].eq(key[1])]
-
-
 def in_terminal(frame: pd.DataFrame) -> Iterator[str]:
     """Accuracy rows as tables with their sentences; chunks of texts are left to the CSV. A note
     stands below the first table alone."""
     explained: set[str] = set()
-    for figure in figures_of(frame):
-        if figure.rows["line"].nunique() == 1:
-            sheet = _accuracy_sheet(figure.title, figure.rows)
-            yield terminal(sheet)
+    for title, rows in figures_of(frame):
+        if rows["line"].nunique() == 1:
+            yield terminal(_accuracy_sheet(title, rows))
             continue
-        sheet = _figure_sheet(figure)
+        sheet = _figure_sheet(title, rows)
         notes = [words for words in sheet.notes if words not in explained]
         explained.update(notes)
-        texts = terminal(sheet._replace(notes=notes)), _said(figure)
-        yield "\n\n".join(filter(None, texts))
+        yield "\n\n".join(filter(None, [terminal(sheet._replace(notes=notes)), _said(rows)]))
 
 
 def said(frame: pd.DataFrame) -> str:
     """What accuracy rows show in sentences, a paragraph for each table of theirs."""
-    return "\n\n".join(filter(None, map(_said, figures_of(frame))))
+    return "\n\n".join(filter(None, (_said(rows) for _, rows in figures_of(frame))))
 
 
 # Which runs make a table
 
 
-def figures_of(frame: pd.DataFrame) -> Iterator[Figure]:
-    """The tables of accuracy rows: of each model and experiment. Experiments with the same methods,
-    one on texts and one on tasks, have one together."""
+def figures_of(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The tables of accuracy rows, each with its title: of each model and experiment. Experiments
+    with the same methods, one on texts and one on tasks, have one together.
+
+    Rows are those of `lines_of`, one column of the table after the other, each with the `name` of
+    its line, and `said`, as sentences name it.
+    """
     frame = as_frame(frame)
     whole = frame[~frame["task"].str.endswith("]")]
     for model, of_model in whole.groupby("model", sort=False):
@@ -429,7 +422,9 @@ def figures_of(frame: pd.DataFrame) -> Iterator[Figure]:
             else:
                 parts.append(of_experiment)
         for part in parts:
-            yield _figure(f"{', '.join(part['experiment'].unique())}, {model}", part)
+            rows = _rows_of_figure(part)
+            sizes = "; ".join(_sizes(rows))
+            yield f"{', '.join(part['experiment'].unique())}, {model} ({sizes})", rows
 
 
 def _methods(frame: pd.DataFrame) -> set[tuple[str, str]]:
@@ -437,34 +432,28 @@ def _methods(frame: pd.DataFrame) -> set[tuple[str, str]]:
     return set(zip(frame["label"], without(frame["settings"], is_size), strict=True))
 
 
-def _figure(name: str, frame: pd.DataFrame) -> Figure:
+def _rows_of_figure(frame: pd.DataFrame) -> pd.DataFrame:
     rows = lines_of(frame)
-    short = rows["metric"].str.split(",").str[0]
-    is_shown = short.isin(SHOWN) | ~short.isin(metrics.METRICS)
-    if rows["line"].nunique() == 1:
-        is_shown |= short.eq(TOP1)
-    if is_shown.any():
-        rows, short = rows[is_shown], short[is_shown]
-    if rows["line"].nunique() > 1:
+    has_several = rows["line"].nunique() > 1
+    places = PLACES if has_several else PLACES | {TOP1: len(PLACES)}
+    short = _unfiltered(rows)
+    rows["place"] = short.map(places).mask(~short.isin(metrics.METRICS), PLACES["acc"])
+    if rows["place"].notna().any():
+        rows = rows.dropna(subset="place")
+    if has_several:
         rows = pd.concat([_full_cache(rows), rows])
-    places = {metric: place for place, metric in enumerate(SHOWN)}
-    places["exact_match"] = places["acc"]
-    keys = dict.fromkeys(zip(rows["task"], rows["metric"], strict=True))
-    in_order = sorted(keys, key=lambda key: places.get(key[1].partition(",")[0], places["acc"]))
-    figure = Figure(name, _with_names(rows), in_order)
-    return figure._replace(title=f"{name} ({'; '.join(_sizes(figure))})")
+    return _with_names(rows.sort_values("place", kind="stable"))
 
 
 def _full_cache(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the full cache where it has no run here: what the others were compared with."""
-    is_full = _is_full(rows).groupby(rows["line"]).all()
     of_itself = rows["metric"].eq(KL)
     full = rows.assign(value=(rows["value"] - rows["difference"]).mask(of_itself, 0.0))
     full = full.dropna(subset="value")
     values = full.groupby(KEY)["value"]
     spread = values.transform("max") - values.transform("min")
     full = full[spread <= 1e-9 * full["value"].abs()].drop_duplicates(KEY)
-    if is_full.any() or full["metric"].eq(KL).all():
+    if _is_full(rows).any() or full["metric"].eq(KL).all():
         return rows.head(0)
     return full.assign(
         label="Full cache", method=FULL, own="", line=-1, stderr=math.nan, low=math.nan,
@@ -472,9 +461,14 @@ def _full_cache(rows: pd.DataFrame) -> pd.DataFrame:
     )  # fmt: skip
 
 
+def _is_answer(rows: pd.DataFrame) -> pd.Series:
+    return _unfiltered(rows).isin(RIGHT_OR_WRONG)
+
+
 def _is_full(rows: pd.DataFrame) -> pd.Series:
     """Whether each row is of the full cache."""
-    return rows["method"].eq(FULL) & rows["budget"].eq(1)
+    is_full = rows["method"].eq(FULL) & rows["budget"].eq(1)
+    return is_full.groupby(rows["line"]).transform("all")
 
 
 def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
@@ -484,7 +478,7 @@ def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
 
     `said`: the name as a sentence has it, with the budget where several lines have this name.
     """
-    lines = rows.drop_duplicates("line").set_index("line")
+    lines = rows.drop_duplicates("line").set_index("line").sort_index()
     label = lines["label"]
     own = varied(lines["own"], label)
     brief = without(own, lambda pair: pair.startswith("budget="))
@@ -497,14 +491,12 @@ def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(name=rows["line"].map(name), said=rows["line"].map(said))
 
 
-def _sizes(figure: Figure) -> Iterator[str]:
+def _sizes(rows: pd.DataFrame) -> Iterator[str]:
     """How many windows or questions each text or task has."""
-    first: dict[str, str] = {}
-    for task, metric in figure.keys:
-        first.setdefault(task, metric)
-    for task, metric in first.items():
-        rows = figure.column((task, metric))
-        samples, lengths = _each(rows["num_samples"]), _each(rows["seq_len"])
+    for task, of_task in rows.groupby("task", sort=False):
+        metric = of_task["metric"].iloc[0]
+        first = of_task[of_task["metric"].eq(metric)]
+        samples, lengths = _each(first["num_samples"]), _each(first["seq_len"])
         plural = "s" * (samples != "1")
         if metric in OF_WINDOWS:
             yield f"{task}: {samples} window{plural} of {lengths} tokens"
@@ -520,60 +512,59 @@ def _each(values: pd.Series) -> str:
 # The table
 
 
-def _figure_sheet(figure: Figure) -> Sheet:
+def _figure_sheet(title: str, rows: pd.DataFrame) -> Sheet:
     """The table with intervals, or with marks where these are too wide."""
-    closest = _closest(figure)
-    table = _figure_table(figure, has_intervals=True).loc[closest]
+    shown = _closest(rows)
+    table = _figure_table(rows, has_intervals=True).loc[shown]
     has_intervals = fits(table)
     if not has_intervals:
-        table = _figure_table(figure, has_intervals=False).loc[closest]
+        table = _figure_table(rows, has_intervals=False).loc[shown]
     is_said = {
         "shares": True,
-        "answers": any(map(_is_answer, figure.keys)),
-        "kl": any(metric == KL for _, metric in figure.keys),
-        "intervals" if has_intervals else "marks": figure.rows["low"].notna().any(),
+        "answers": _is_answer(rows).any(),
+        "kl": rows["metric"].eq(KL).any(),
+        "intervals" if has_intervals else "marks": rows["low"].notna().any(),
     }
     notes = [NOTES["terminal"][name] for name in is_said if is_said[name]]
-    fewest = figure.rows["num_contexts"].min()
+    fewest = rows["num_contexts"].min()
     if fewest < FEWEST_CONTEXTS:
         notes.append(f"{fewest:.0f} windows or contexts: no interval.")
-    num_lines = figure.rows["line"].nunique()
+    num_lines = rows["line"].nunique()
     if len(table) < num_lines:
         notes.append(f"{len(table)} of {num_lines} lines, the closest to the full cache.")
-    return Sheet(figure.title, table, notes)
+    return Sheet(title, table, notes)
 
 
-def _is_answer(key: Key) -> bool:
-    return key[1].partition(",")[0] in RIGHT_OR_WRONG
-
-
-def _closest(figure: Figure) -> pd.Index:
-    """The numbers of the lines to show: all, or the closest to the full cache in the first
-    column."""
-    lines = _is_full(figure.rows).groupby(figure.rows["line"]).all().rename("is_full").to_frame()
+def _closest(rows: pd.DataFrame) -> pd.Index:
+    """The lines to show: all, or the closest to the full cache in the first column."""
+    lines = rows.assign(is_full=_is_full(rows)).groupby("line")[["is_full"]].first()
     if len(lines) > MAX_ROWS:
-        first = figure.column(figure.keys[0]).set_index("line")["value"]
-        lines["distance"] = first if figure.keys[0][1] in (KL, PERPLEXITY) else -first
+        task, metric = rows[KEY].iloc[0]
+        first = rows[rows["task"].eq(task) & rows["metric"].eq(metric)].set_index("line")["value"]
+        lines["distance"] = first if metric in (KL, PERPLEXITY) else -first
         lines = lines.sort_values(["is_full", "distance"], ascending=[False, True], kind="stable")
     return lines.index[:MAX_ROWS]
 
 
-def _figure_table(figure: Figure, *, has_intervals: bool) -> pd.DataFrame:
-    headings = {key: heading_of(key, figure.keys) for key in figure.keys}
-    cells = [_cell(row, has_intervals) for _, row in figure.rows.iterrows()]
-    names = figure.rows.drop_duplicates("line").set_index("line")["name"].rename(METHOD)
-    return names.to_frame().join(_wide(figure.rows, SHARES, headings, cells))
+def _figure_table(rows: pd.DataFrame, *, has_intervals: bool) -> pd.DataFrame:
+    cells = [_cell(row, has_intervals) for _, row in rows.iterrows()]
+    names = rows.drop_duplicates("line").set_index("line")["name"].rename(METHOD)
+    return names.to_frame().join(_wide(rows, SHARES, _brief_headings(rows), cells))
 
 
-def heading_of(key: Key, keys: Sequence[Key]) -> str:
-    """The heading of a column among all of a table: of a task its name where that is enough."""
-    task, metric = key
-    heading = quantity(metric).heading
-    if metric in (KL, PERPLEXITY):
-        is_alone = sum(other == metric for _, other in keys) == 1
-        return heading if is_alone else f"{task} {heading}"
-    is_alone = sum(name == task for name, _ in keys) == 1
-    return task if is_alone and _is_answer(key) else f"{task} {heading}"
+def _brief_headings(rows: pd.DataFrame) -> dict[Key, str]:
+    """The heading of each column: of a task its name where that is enough, and no text's name where
+    there is one."""
+    keys = rows.drop_duplicates(KEY)
+    found = {}
+    for task, metric in keys[KEY].itertuples(index=False):
+        heading = quantity(metric).heading
+        if metric.partition(",")[0] in RIGHT_OR_WRONG and keys["task"].eq(task).sum() == 1:
+            heading = task
+        elif metric not in (KL, PERPLEXITY) or keys["metric"].eq(metric).sum() > 1:
+            heading = f"{task} {heading}"
+        found[task, metric] = heading
+    return found
 
 
 def _cell(row: pd.Series, has_intervals: bool) -> str:
@@ -590,20 +581,20 @@ def _cell(row: pd.Series, has_intervals: bool) -> str:
 # What the table says
 
 
-def _said(figure: Figure) -> str:
-    """What the table shows: by KL, at one budget, in perplexity and in answers. "" where nothing
-    is compared."""
+def _said(rows: pd.DataFrame) -> str:
+    """What the rows of a figure show: by KL on the first text, at one budget, in perplexity and in
+    answers. "" where nothing is compared."""
     sentences: list[str] = []
-    for key in figure.keys:
-        rows = figure.column(key)
-        others = rows[~_is_full(rows)].sort_values("value", kind="stable")
-        if key[1] == KL and len(others) > 1 and not sentences:
-            sentences += [_nearest(others), _at_one_budget(others)]
-    for words, keys in (
-        ("Perplexity", [key for key in figure.keys if key[1] == PERPLEXITY]),
-        ("Answers", list(filter(_is_answer, figure.keys))),
+    others = rows[rows["metric"].eq(KL) & ~_is_full(rows)]
+    for _, of_text in others.groupby("task", sort=False):
+        if len(of_text) > 1:
+            in_order = of_text.sort_values("value", kind="stable")
+            sentences = [_nearest(in_order), _at_one_budget(in_order)]
+            break
+    for words, compared in (
+        ("Perplexity", _compared(rows[rows["metric"].eq(PERPLEXITY)])),
+        ("Answers", _compared(rows[_is_answer(rows)])),
     ):
-        compared = _compared(figure, keys)
         if compared:
             sentences.append(f"{words}: {compared}.")
     return wrapped(" ".join(sentences))
@@ -636,17 +627,15 @@ def _at_one_budget(rows: pd.DataFrame) -> str:
     return f"At about the same budget ({read} %): {listed} nats."
 
 
-def _compared(figure: Figure, keys: Iterable[Key]) -> str:
+def _compared(rows: pd.DataFrame) -> str:
     """For each column the full cache's value, and which lines certainly differ from it."""
     parts = []
-    for key in keys:
-        rows = figure.column(key).dropna(subset="low")
-        if rows.empty:
-            continue
-        full = show_value(rows.assign(value=rows["value"] - rows["difference"]).iloc[0])
-        if _is_answer(key):
-            full += f" % of {key[0]}"
-        parts.append(f"the full cache has {full}; {_certain(rows)}")
+    for (task, _), column in rows.dropna(subset="low").groupby(KEY, sort=False):
+        of_full = column.assign(value=column["value"] - column["difference"]).iloc[0]
+        full = show_value(of_full)
+        if _is_answer(column).all():
+            full += f" % of {task}"
+        parts.append(f"the full cache has {full}; {_certain(column)}")
     if len(parts) > MAX_TASKS:
         parts[MAX_TASKS:] = [f"{len(parts) - MAX_TASKS} further tasks are in the table"]
     return "; ".join(parts)

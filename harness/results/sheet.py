@@ -288,11 +288,10 @@ def _narrow(table: pd.DataFrame) -> str:
 
 def _from_top_to_bottom(sheet: Sheet) -> str:
     """The title, and a line for each heading that has a value."""
-    header, line = _cells(sheet.table, printable)
-    known = {heading: text for heading, text in zip(header, line, strict=True) if text != MISSING}
-    width = max(map(len, known))
-    lines = [f"  {heading:{width}}  {text}" for heading, text in known.items()]
-    return "\n".join([printable(sheet.title), *lines])
+    cells = zip(*_cells(sheet.table, printable), strict=True)
+    known = [(heading, text) for heading, text in cells if text != MISSING]
+    lines = tabulate(known, tablefmt="plain", disable_numparse=True)
+    return "\n".join([printable(sheet.title), textwrap.indent(lines, "  ")])
 
 
 def wrapped(text: str) -> str:
