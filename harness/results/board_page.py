@@ -27,6 +27,7 @@ from harness.results.columns import TableRow, column, grouped, having, named, va
 from harness.results.metrics import EQUAL, MISSING, Metric
 from harness.results.sheet import (
     MAX_ROWS,
+    SHARES,
     Sheet,
     Shown,
     alike_in_title,
@@ -124,8 +125,6 @@ def page(
 def printed(rows: Sequence[TableRow], budget: float) -> str:
     """The first board at a budget (else at its smallest) for a terminal: the methods that are the
     closest on the shortest windows, one's own, and what the table says. "" without any."""
-    from harness.results.pages import SHARES
-
     found = shortest(rows, budget)
     if not found:
         return ""

@@ -27,6 +27,7 @@ from harness.results.sheet import (
     NOTES,
     OF_WINDOWS,
     RIGHT_OR_WRONG,
+    SHARES,
     Sheet,
     alike_in_title,
     fits,
@@ -373,7 +374,6 @@ PLACES = {
 }  # fmt: skip
 """Metrics of `METRICS` that a terminal shows, and their order. The others, which lm-eval measured,
 stand with `acc`."""
-SHARES = {"budget": BUDGET, "device": DEVICE_FRAC, "resident": RESIDENT_FRAC}
 SAME_BUDGET = 0.1
 """Budgets that differ by at most this share are compared in a sentence."""
 MAX_NAMES, MAX_TASKS = 4, 2

@@ -18,10 +18,13 @@ from tabulate import tabulate
 from harness.errors import printable
 from harness.results.metrics import (
     APART,
+    BUDGET,
     CLAIM,
+    DEVICE_FRAC,
     LABEL,
     MISSING,
     POSITIVE,
+    RESIDENT_FRAC,
     SETTINGS,
     Metric,
     quantity,
@@ -39,6 +42,8 @@ MARKUP = re.compile(
 """Characters that Markdown would interpret."""
 MAX_ROWS, MAX_LETTERS = 20, 120
 """Lines of a table in a terminal, and letters of a line."""
+SHARES = {"budget": BUDGET, "device": DEVICE_FRAC, "resident": RESIDENT_FRAC}
+"""The shares of a table in a terminal, by their headings there."""
 SPARED = "resident"
 """The column that a wide table leaves out first."""
 OWN = "*"
@@ -198,7 +203,8 @@ def show_score(row: pd.Series) -> str:
     if not contexts > 0:
         return f"{text} (no interval)"
     part = "window" if row["metric"] in OF_WINDOWS else "context"
-    return f"{text} ({contexts:.0f} {part}{'s' * (contexts != 1)}: no interval)"
+    parts = part if contexts == 1 else f"{part}s"
+    return f"{text} ({contexts:.0f} {parts}: no interval)"
 
 
 def show_kl(value: float, stderr: float = math.nan) -> str:

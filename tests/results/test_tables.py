@@ -15,11 +15,11 @@ import pytest
 from harness.errors import UserError
 from harness.results import record as records
 from harness.results import write as tables
-from harness.results.columns import LATENCY, OPTIONAL, TABLES, names, read_table, shape_of
+from harness.results.columns import LATENCY, OPTIONAL, TABLES, names, read_frame, read_table, shape_of
 from harness.results.metrics import METRICS, MISSING, SHARE, Metric, quantity
 from harness.results.pages import render_markdown, render_terminal, sheets_of
 from harness.results.samples import Baselines
-from harness.results.summary import MAX_LETTERS, MAX_ROWS
+from harness.results.sheet import MAX_LETTERS, MAX_ROWS
 from harness.results.table_rows import rows_of
 from harness.run.compose import load
 from harness.settings import paths
@@ -403,10 +403,13 @@ def test_a_terminal_has_a_line_per_method_and_settings_with_its_texts_and_tasks(
         {"method": "InfiniGen, alpha=6.0", "budget": "20.0", "device": "25.0", "resident": "2.0",
          "KL (nats)": MISSING, "perplexity": MISSING, "passkey": "75.0"},
     ]  # fmt: skip
-    again = copy.deepcopy(chosen[0]) | {"run_id": "0", "settings_id": "0"}
-    again["metrics"]["passkey"]["acc"] = 0.5
-    both = lines_of(tables.summary([chosen[0], again]))
-    assert sorted(line["passkey"] for line in both) == ["50.0", "75.0"], "each run"
+    again = []
+    for number, acc in enumerate((0.5, 0.25)):
+        again.append(copy.deepcopy(chosen[0]) | {"run_id": str(number), "settings_id": str(number)})
+        again[number]["metrics"]["passkey"]["acc"] = acc
+    three = lines_of(tables.summary([chosen[0], *again]))
+    assert sorted(line["passkey"] for line in three) == ["25.0", "50.0", "75.0"], "each run"
+    assert [line["method"] for line in three] == ["InfiniGen", "InfiniGen'", "InfiniGen''"]
     lengths = tables.summary([save_text(tmp_path, "method=h2o", f"seq_len={length}") for length in (512, 2048)])
     assert [line["method"] for line in lines_of(lengths)] == ["H2O, seq_len=512", "H2O, seq_len=2048"]
 
@@ -428,7 +431,7 @@ def test_a_terminal_shows_whatever_lm_eval_measured_and_says_what_does_not_fit(t
     group = {"acc": 0.75, "tasks": ["a", "b"], "budget": 0.2, "num_samples": 16}
     metrics = {"gsm8k": generated, "mmlu": group, "ruler_vt": lengths, "qa": {"f1": 0.5, "acc_norm": 0.5}}
     alone = tables.summary([save(tmp_path, ["experiment=tasks"], metrics)])
-    for words in ("gsm8k  ", "50.0 ± 10.0", "12 of 16", "right at 2,048 tokens", "qa f1"):
+    for words in ("gsm8k exact_match", "50.0 ± 10.0", "12 of 16", "right at 2,048 tokens", "qa f1"):
         assert words in alone, words
     assert "norm" not in alone and "|" not in alone, "from top to bottom"
     many = [f"task_{number}" for number in range(40)]
@@ -533,11 +536,11 @@ def test_lengths_of_answers_stand_apart_where_there_are_several_tasks(tmp_path):
     metrics = {"exact_match,strict-match": 0.5, "generated_tokens": 120.5, "at_limit": 0.25} | shares(0.2)
     save(tmp_path / "one", ["experiment=tasks"], {"gsm8k": metrics})
     save(tmp_path / "two", ["experiment=tasks"], {"gsm8k": metrics, "triviaqa": metrics})
-    (together,) = sheets_of(read_table(tables.update(tmp_path / "one", "tasks")))
-    scores, lengths = sheets_of(read_table(tables.update(tmp_path / "two", "tasks")))
-    assert "gsm8k generated (tokens)" in together.header
+    (together,) = sheets_of(read_frame(tables.update(tmp_path / "one", "tasks")))
+    scores, lengths = sheets_of(read_frame(tables.update(tmp_path / "two", "tasks")))
+    assert "gsm8k generated (tokens)" in together.table
     of_scores, of_lengths = (
-        [name.partition(" ")[2] for name in each.header if name.startswith(("gsm8k", "triviaqa"))]
+        [name.partition(" ")[2] for name in each.table if name.startswith(("gsm8k", "triviaqa"))]
         for each in (scores, lengths)
     )
     assert of_scores == ["exact_match, strict-match (%)"] * 2
@@ -556,11 +559,12 @@ def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path):
         path = tables.update(tmp_path, name)
         read, shape = read_table(path), SHAPES.get(name, "accuracy")
         assert shape_of(path.read_text().splitlines()[0].split(",")) == shape
-        assert render_markdown(name, read) == page(tmp_path, name)
+        assert render_markdown(name, read_frame(path)) == page(tmp_path, name)
         columns = [column for column in TABLES[shape] if column.name in read[0]]
         assert tables.render_csv(columns, read) == path.read_text()
-    assert "1,024" in render_terminal([row | {"x": 1024.0} for row in read if row["x"]])
-    titles = [sheet.title for sheet in sheets_of(read)]
+    points = read_frame(path)
+    assert "1,024" in render_terminal(points[points["x"].notna()].assign(x=1024.0))
+    titles = [sheet.title for sheet in sheets_of(points)]
     assert titles == ["smollm2-135m: GiB, by layer", "smollm2-135m: GiB"]
 
 
