@@ -31,11 +31,12 @@ from harness.report.sections import (
     entries_of,
     sections_of,
 )
-from harness.results import board_page, columns, summary
+from harness.results import board_page, columns
 from harness.results.archive import opened
 from harness.results.board import SAYS
 from harness.results.columns import TableRow
 from harness.results.metrics import GIB, MISSING
+from harness.results.pages import said
 from harness.results.record import Record, read_all
 from harness.results.sheet import NOTES, WORDS
 from harness.settings.kinds import BOARD
@@ -137,10 +138,10 @@ def _lead(sections: Mapping[str, Section]) -> Lead | None:
         compared = board_page.shortest(of_board, budget)
         if compared:
             return Lead(section, board_page.said_of(compared))
-        said = "" if section.has_own else part.finding or ""
+        words = "" if section.has_own else part.finding or ""
         if section.has_own and columns.shape_of(part.rows[0]) == "accuracy":
-            said = summary.said([row for row in part.rows if not row.get("shipped")])
-        return Lead(section, said)
+            words = said([row for row in part.rows if not row.get("shipped")])
+        return Lead(section, words)
     return None
 
 

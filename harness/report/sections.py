@@ -22,7 +22,7 @@ from harness.results import columns
 from harness.results.columns import TableRow, read_table
 from harness.results.metrics import MISSING
 from harness.results.pages import sheets_of
-from harness.results.sheet import Sheet
+from harness.results.sheet import Sheet, sheet_of_lines
 from harness.settings.paths import PACKAGES_DIR, shipped_beside, tables_to_read
 
 REGISTRY = yaml.safe_load((PACKAGES_DIR / "plots" / "registry.yaml").read_text(encoding="utf-8"))
@@ -279,7 +279,7 @@ def published_sheet(figure: str, rows: Sequence[TableRow]) -> Sheet | None:
         return None
     known = [not {MISSING, ""}.issuperset(column) for column in zip(*lines, strict=True)]
     shown = [list(compress(line, known)) for line in lines]
-    return Sheet("published", list(compress(HEADER, known)), shown)
+    return sheet_of_lines("published", list(compress(HEADER, known)), shown)
 
 
 def _published_line(number: Mapping[str, str], rows: Sequence[TableRow]) -> list[str]:

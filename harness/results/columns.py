@@ -353,16 +353,6 @@ def as_cell(words: str) -> str:
     return f"'{words}" if FORMULA.match(words) else words
 
 
-def rows_in(frame: pd.DataFrame) -> list[TableRow]:
-    """The rows of a frame; None where a number is missing, whole numbers of a column as ints."""
-    rows = frame.astype(object).where(frame.notna(), None)
-    for name in frame.select_dtypes("number"):
-        if frame[name].dropna().mod(1).eq(0).all():
-            whole = frame[name].astype("Int64").astype(object)
-            rows[name] = whole.where(whole.notna(), None)
-    return [{str(name): row[name] for name in row} for row in rows.to_dict("records")]
-
-
 def read_table(path: Path) -> list[TableRow]:
     """The rows of a table's CSV. Raises UserError as `read_frame`."""
     read_frame(path)

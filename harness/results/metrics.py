@@ -6,6 +6,7 @@ that is not here stands in tables too, under its own name with three digits. Imp
 nor pandas.
 """
 
+import math
 import sys
 from typing import NamedTuple
 
@@ -60,10 +61,12 @@ class Metric(NamedTuple):
 
     def show(self, value: float | None, stderr: float | None = None) -> str:
         """The number in the heading's unit, never as -0, and its standard error if given."""
-        if value is None:
+        if value is None or math.isnan(value):
             return MISSING
-        spread = "" if stderr is None else f" ± {self.factor * stderr:.{self.digits}f}"
-        return f"{self.factor * value:z.{self.digits}f}{spread}"
+        text = f"{self.factor * value:z.{self.digits}f}"
+        if stderr is None or math.isnan(stderr):
+            return text
+        return f"{text} ± {self.factor * stderr:.{self.digits}f}"
 
 
 # Read, kept and moved: `harness/model/budgets.py`

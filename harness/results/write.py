@@ -26,7 +26,6 @@ from harness.results.columns import (
     NO_TABLE,
     csv_of,
     read_frame,
-    rows_in,
     shape_of,
     whole_tasks,
     with_columns,
@@ -192,10 +191,9 @@ def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
     """
     from harness.results.pages import render_terminal
 
-    rows = []
-    for shape, frame in frames_of(records, elsewhere).items():
-        rows += rows_in(ordered(shape, frame))
-    return render_terminal(rows)
+    frames = frames_of(records, elsewhere)
+    texts = [render_terminal(ordered(shape, frames[shape])) for shape in frames]
+    return "\n\n".join(filter(None, texts))
 
 
 def ship(results_dir: Path) -> None:
@@ -222,7 +220,7 @@ def _write(path: Path, shape: str, rows: pd.DataFrame) -> None:
         return
     write_atomic(path, csv_of(rows, shape))
     if shape not in board_sources.SHAPES.values():
-        write_atomic(page, render_markdown(path.stem, rows_in(rows)))
+        write_atomic(page, render_markdown(path.stem, rows))
 
 
 if __name__ == "__main__":

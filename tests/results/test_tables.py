@@ -3,6 +3,7 @@
 import copy
 import csv
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,10 +17,10 @@ import pytest
 from harness.errors import UserError
 from harness.results import record as records
 from harness.results import write as tables
-from harness.results.columns import ACCURACY, LATENCY, csv_of, names, read_frame, read_table, shape_of
+from harness.results.columns import ACCURACY, LATENCY, csv_of, names, read_frame, shape_of
 from harness.results.metrics import METRICS, MISSING, PERCENT, Metric, quantity
 from harness.results.pages import render_markdown, render_terminal, sheets_of
-from harness.results.summary import MAX_LETTERS, MAX_ROWS
+from harness.results.sheet import MAX_LETTERS, MAX_ROWS
 from harness.results.table_rows import frames_of
 from harness.run.compose import load
 from harness.settings import paths
@@ -394,10 +395,13 @@ def test_a_terminal_has_a_line_per_method_and_settings_with_its_texts_and_tasks(
         {"method": "InfiniGen, alpha=6.0", "budget": "20.0", "device": "25.0", "resident": "2.0",
          "KL (nats)": MISSING, "perplexity": MISSING, "passkey": "75.0"},
     ]  # fmt: skip
-    again = copy.deepcopy(chosen[0]) | {"run_id": "0", "settings_id": "0"}
-    again["metrics"]["passkey"]["acc"] = 0.5
-    both = lines_of(tables.summary([chosen[0], again]))
-    assert sorted(line["passkey"] for line in both) == ["50.0", "75.0"], "each run"
+    again = []
+    for number, acc in enumerate((0.5, 0.25)):
+        again.append(copy.deepcopy(chosen[0]) | {"run_id": str(number), "settings_id": str(number)})
+        again[number]["metrics"]["passkey"]["acc"] = acc
+    three = lines_of(tables.summary([chosen[0], *again]))
+    assert sorted(line["passkey"] for line in three) == ["25.0", "50.0", "75.0"], "each run"
+    assert [line["method"] for line in three] == ["InfiniGen", "InfiniGen'", "InfiniGen''"]
     lengths = tables.summary([save_text(tmp_path, "method=h2o", f"seq_len={length}") for length in (512, 2048)])
     assert [line["method"] for line in lines_of(lengths)] == ["H2O, seq_len=512", "H2O, seq_len=2048"]
 
@@ -419,7 +423,7 @@ def test_a_terminal_shows_whatever_lm_eval_measured_and_says_what_does_not_fit(t
     group = {"acc": 0.75, "tasks": ["a", "b"], "budget": 0.2, "num_samples": 16}
     metrics = {"gsm8k": generated, "mmlu": group, "ruler_vt": lengths, "qa": {"f1": 0.5, "acc_norm": 0.5}}
     alone = tables.summary([save(tmp_path, ["experiment=tasks"], metrics)])
-    for words in ("gsm8k  ", "50.0 ± 10.0", "12 of 16", "right at 2,048 tokens", "qa f1"):
+    for words in ("gsm8k exact_match", "50.0 ± 10.0", "12 of 16", "right at 2,048 tokens", "qa f1"):
         assert words in alone, words
     assert "norm" not in alone and "|" not in alone, "from top to bottom"
     many = [f"task_{number}" for number in range(40)]
@@ -477,8 +481,8 @@ def save_group(folder: Path, *answers: list[list[int]], metric: str = "acc", mea
 
 
 def of_group(folder: Path) -> dict[str, Any]:
-    rows = read_table(tables.update(folder, "fig11"))
-    (row,) = (row for row in rows if row["task"] == "group" and row["method"] == "h2o")
+    rows = read_frame(tables.update(folder, "fig11"))
+    (row,) = rows.query("task == 'group' and method == 'h2o'").to_dict("records")
     return row
 
 
@@ -495,7 +499,7 @@ def test_a_groups_difference_is_the_mean_of_its_tasks_as_strata(tmp_path):
     assert row["difference_stderr"] == pytest.approx(np.std([0, -1, -1], ddof=1) / 3**0.5)
     save_group(tmp_path / "unequal", [1, 0, 1], [0])
     save_group(tmp_path / "weighted", [1, 0], [0, 0], mean=0.4)
-    assert of_group(tmp_path / "unequal")["difference"] is of_group(tmp_path / "weighted")["difference"] is None
+    assert all(math.isnan(of_group(tmp_path / name)["difference"]) for name in ("unequal", "weighted"))
 
 
 def test_answers_of_several_repeats_have_their_own_error_and_pass_at_k(tmp_path):
@@ -505,11 +509,11 @@ def test_answers_of_several_repeats_have_their_own_error_and_pass_at_k(tmp_path)
     lengths = {"generated_tokens": 120.5, "generated_tokens_stderr": 3.0, "at_limit": 0.25}
     sampled = ["temperature=0.6", "repeats=2"]
     save(tmp_path, ["experiment=tasks", *sampled], {"gsm8k": of_filter | passed | lengths | shares(0.2)})
-    rows = {row["metric"]: row for row in read_table(tables.update(tmp_path, "tasks"))}
-    assert [*rows] == [name, "generated_tokens", "at_limit", "exact_match_pass@2,strict-match"]
-    assert (rows[name]["stderr"], rows[name]["repeats_stderr"]) == (0.1, 0.02)
-    assert rows["exact_match_pass@2,strict-match"]["repeats_stderr"] is None
-    assert {row["settings"] for row in rows.values()} == {"temperature=0.6, repeats=2"}
+    rows = read_frame(tables.update(tmp_path, "tasks")).set_index("metric")
+    assert [*rows.index] == [name, "generated_tokens", "at_limit", "exact_match_pass@2,strict-match"]
+    assert (rows["stderr"][name], rows["repeats_stderr"][name]) == (0.1, 0.02)
+    assert math.isnan(rows["repeats_stderr"]["exact_match_pass@2,strict-match"])
+    assert set(rows["settings"]) == {"temperature=0.6, repeats=2"}
     shown = page(tmp_path, "tasks")
     for words in ("exact_match, pass@2, strict-match (%)", "generated (tokens)", "75.0 ± 5.0", "120.5 ± 3.0", "25.0"):
         assert words in shown, words
@@ -522,11 +526,11 @@ def test_lengths_of_answers_stand_apart_where_there_are_several_tasks(tmp_path):
     metrics = {"exact_match,strict-match": 0.5, "generated_tokens": 120.5, "at_limit": 0.25} | shares(0.2)
     save(tmp_path / "one", ["experiment=tasks"], {"gsm8k": metrics})
     save(tmp_path / "two", ["experiment=tasks"], {"gsm8k": metrics, "triviaqa": metrics})
-    (together,) = sheets_of(read_table(tables.update(tmp_path / "one", "tasks")))
-    scores, lengths = sheets_of(read_table(tables.update(tmp_path / "two", "tasks")))
-    assert "gsm8k generated (tokens)" in together.header
+    (together,) = sheets_of(read_frame(tables.update(tmp_path / "one", "tasks")))
+    scores, lengths = sheets_of(read_frame(tables.update(tmp_path / "two", "tasks")))
+    assert "gsm8k generated (tokens)" in together.table
     of_scores, of_lengths = (
-        [name.partition(" ")[2] for name in each.header if name.startswith(("gsm8k", "triviaqa"))]
+        [name.partition(" ")[2] for name in each.table if name.startswith(("gsm8k", "triviaqa"))]
         for each in (scores, lengths)
     )
     assert of_scores == ["exact_match, strict-match (%)"] * 2
@@ -543,12 +547,13 @@ def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path):
     save(tmp_path, ["experiment=table1"], {"source": "measured", "points": [point | place for place in places]})
     for name in ("fig11", "latency", "table1"):
         path = tables.update(tmp_path, name)
-        read, shape = read_table(path), SHAPES.get(name, "accuracy")
+        shape = SHAPES.get(name, "accuracy")
         assert shape_of(path.read_text().splitlines()[0].split(",")) == shape
-        assert render_markdown(name, read) == page(tmp_path, name)
+        assert render_markdown(name, read_frame(path)) == page(tmp_path, name)
         assert csv_of(read_frame(path), shape) == path.read_text()
-    assert "1,024" in render_terminal([row | {"x": 1024.0} for row in read if row["x"]])
-    titles = [sheet.title for sheet in sheets_of(read)]
+    points = read_frame(path)
+    assert "1,024" in render_terminal(points[points["x"].notna()].assign(x=1024.0))
+    titles = [sheet.title for sheet in sheets_of(points)]
     assert titles == ["smollm2-135m: GiB, by layer", "smollm2-135m: GiB"]
 
 
@@ -564,9 +569,9 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_runs(tmp_path):
                 save(tmp_path, ["experiment=latency", *given], metrics, text=str(fields))
 
     def shapes(figure: str) -> list[tuple[str, int, int]]:
-        rows = read_table(tmp_path / "tables" / f"{figure}.csv")
-        assert page(tmp_path, figure).startswith(f"# {figure}\n") and {row["experiment"] for row in rows} == {figure}
-        return [(row["source"], row["batch_size"], row["prompt_len"]) for row in rows if row["label"] == "ideal"]
+        rows = read_frame(tmp_path / "tables" / f"{figure}.csv").query("label == 'ideal'")
+        assert page(tmp_path, figure).startswith(f"# {figure}\n") and set(rows["experiment"]) == {figure}
+        return [*rows[["source", "batch_size", "prompt_len"]].itertuples(index=False, name=None)]
 
     save_timed((1, 1024), (4, 1024), (8, 1024), (4, 512), (4, 2048))
     save_timed((2, 64), platform="cuda", source="measured")
