@@ -8,7 +8,7 @@ from typing import Any
 from harness.results import columns
 from harness.results.columns import TableRow
 from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95, LAYER, OF_SOME_RUNS
-from harness.results.record import Record, current, damage_told, in_words
+from harness.results.record import Record, current, in_words
 from harness.results.samples import (
     LAYERS,
     Baselines,
@@ -56,11 +56,9 @@ def with_rows(
     full = Baselines(finished, elsewhere)
     pairs = []
     for record in finished:
-        with damage_told(record, "left out of tables and figures"):
-            rows = rows_of(record, full)
-            columns.check(columns.TABLES[record["table"]], rows)
-            if rows:
-                pairs.append((record, rows))
+        rows = rows_of(record, full)
+        if rows:
+            pairs.append((record, rows))
     if weights:
         _add_weights(pairs)
     return pairs

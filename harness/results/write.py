@@ -64,11 +64,11 @@ def update(results_dir: str | Path, experiment: str) -> Path:
 
     `latency` also gives the tables of the figures of speed, `perplexity` the errors of attention
     outputs by layer; `board` gives the windows, answers and steps that the board is made of. What
-    is modelled of capacity stands in a table of its own, `<experiment>-modelled`. A damaged record
-    is left out with a warning that names it, a damaged table set aside with a warning. One process
-    at a time writes the tables of a folder.
+    is modelled of capacity stands in a table of its own, `<experiment>-modelled`. A damaged table
+    is set aside with a warning. One process at a time writes the tables of a folder.
 
-    Returns the path of the CSV. Raises UserError if the folder cannot be written.
+    Returns the path of the CSV. Raises UserError if the folder cannot be written, or for a damaged
+    record, which it names.
     """
     folder = Path(results_dir) / "tables"
     path = folder / f"{experiment}.csv"
