@@ -71,7 +71,7 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     frame["after"] = frame["value_b"].where(is_both)
     frame["difference"] = frame["after"] - frame["before"]
     frame[SPREAD] = frame[is_both].apply(_spread, axis=1, result_type="expand")
-    frame["differs"] = frame["differs"].fillna("")
+    frame = frame.astype({"stderr": float, "pairs": float}).fillna({"differs": ""})
     frame["z"] = frame["difference"] / frame["stderr"].where(frame["stderr"] > 0)
     of_speed = (frame["task"] == "") & (frame["series"] == "") & (frame["before"] != 0)
     frame["ratio"] = (frame["after"] / frame["before"]).where(of_speed)

@@ -210,7 +210,7 @@ def read_record(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: damaged record ({reason(error)}); {DELETE}") from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise UserError(f"{path}: no record of this version, whose schema is {SCHEMA}; {DELETE}")
+        raise UserError(f"{path}: no record of this version (schema {SCHEMA}); {DELETE}")
     if record.get(DIGEST) != _digest(record) or record["run_id"] != path.parent.name:
         raise UserError(f"{path}: damaged record (changed since it was written); {DELETE}")
     return record

@@ -155,18 +155,15 @@ def test_a_text_and_its_chunks_have_a_row_per_measured_metric(tmp_path):
     assert {row["task"] for row in rows_of(file, Baselines(()))} == {"book(1).txt"}
 
 
-def test_a_metric_is_one_declaration_and_its_number(tmp_path, monkeypatch, caplog):
-    """Heading, unit, digits and range follow; a number that is out of its range is no number."""
+def test_a_metric_is_one_declaration_and_its_number(tmp_path, monkeypatch):
+    """Heading, unit and digits follow."""
     monkeypatch.setitem(METRICS, "coverage", Metric("coverage", "coverage of words", SHARE, 1))
-    for coverage in (0.5, 1.5):
-        own = TEXT_METRICS | shares(0.16) | {"coverage": coverage, "coverage_stderr": 0.125}
-        save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": own})
-        found = {row["metric"]: row["value"] for row in update(tmp_path, "perplexity")}
-        assert found.get("coverage") == ("0.5" if coverage <= 1 else None)
-        if coverage <= 1:
-            (line,) = sheet(tmp_path / "tables" / "perplexity")
-            assert line["offline coverage of words (%)"] == "50.0 ± 12.5"
-    assert "coverage=1.5: must be from 0 to 1" in caplog.text
+    own = TEXT_METRICS | shares(0.16) | {"coverage": 0.5, "coverage_stderr": 0.125}
+    save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": own})
+    found = {row["metric"]: row["value"] for row in update(tmp_path, "perplexity")}
+    assert found["coverage"] == "0.5"
+    (line,) = sheet(tmp_path / "tables" / "perplexity")
+    assert line["offline coverage of words (%)"] == "50.0 ± 12.5"
 
 
 def test_a_needle_has_a_row_per_length_and_fifth_of_the_prompt(tmp_path):
@@ -218,17 +215,12 @@ def test_order_depends_on_the_records_alone(tmp_path):
     assert [line["label"] for line in sheet(path)] == ["Full cache", "H2O", "InfiniGen", "InfiniGen"]
 
 
-def test_records_without_numbers_or_with_odd_ones_have_no_row(tmp_path, caplog):
+def test_records_without_numbers_have_no_row(tmp_path):
     failed = save_task(tmp_path, "method=full", status="failed")
     save_task(tmp_path, "method=h2o", status="interrupted")
-    good, cut = save_task(tmp_path, "method=infinigen"), save_task(tmp_path, "method=int4")
-    odd = save(tmp_path, ["experiment=fig11", "method=streaming"], {"passkey": TASK_METRICS | {"budget": "much"}})
-    records.record_path(tmp_path, "fig11", cut["run_id"]).write_text(json.dumps(cut)[:-40])
+    good = save_task(tmp_path, "method=infinigen")
     (row,) = update(tmp_path, "fig11")
     assert row["run_id"] == good["run_id"] and tables.summary([failed]) == ""
-    for run in (cut["run_id"], odd["run_id"]):
-        (said,) = [message for message in caplog.messages if run in message]
-        assert "damaged record" in said and "\n" not in said
 
 
 def test_settings_are_those_that_differ_from_the_defaults(tmp_path):
