@@ -207,14 +207,12 @@ def _own_sources(module: str) -> set[Path]:
     found, todo = set(), {file}
     while todo:
         found |= todo
-        imported: set[str] = set()
-        for path in todo:
-            for line in IMPORTS.findall(path.read_text(encoding="utf-8")):
-                imported |= set(WORDS.findall(line))
-        todo = set()
-        for path in file.parent.iterdir():
-            if path.stem in imported:
-                todo |= {path} if path.suffix == ".py" else set(path.rglob("*.py"))
+        texts = [path.read_text(encoding="utf-8") for path in todo]
+        imported = set(WORDS.findall("\n".join(IMPORTS.findall("\n".join(texts)))))
+        beside = [path for path in file.parent.iterdir() if path.stem in imported]
+        todo = {path for path in beside if path.suffix == ".py"}
+        for folder in filter(Path.is_dir, beside):
+            todo |= {*folder.rglob("*.py")}
         todo -= found
     return found
 

@@ -65,19 +65,6 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return jsonable(settings)
 
 
-def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a `plain` configuration that decide numbers, without paths.
-
-    They are those that its kind of run depends on.
-    """
-    foreign = foreign_settings(config["kind"])
-    found = without_paths({name: value for name, value in config.items() if name not in foreign})
-    if "platform" in found and config["kind"] != HOST_DECIDES:
-        found["platform"] = {**found["platform"]}
-        del found["platform"]["host_gib"]
-    return found
-
-
 def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings without `LOCATIONS`."""
     found = dict(settings)
@@ -166,12 +153,14 @@ def in_words(settings: Mapping[str, Any]) -> str:
 
 
 def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
-    """Sixteen hex digits of the settings that decide numbers and of the data, whatever the code.
-
-    inputs: sha256 of every input by name.
-    """
+    """Sixteen hex digits of the settings that decide numbers and of the data, whatever the code and
+    where files lie. inputs: sha256 of every input by name."""
+    foreign, settings = foreign_settings(config.kind), without_paths(plain(config))
+    deciding = {name: value for name, value in settings.items() if name not in foreign}
+    if "platform" in deciding and config.kind != HOST_DECIDES:
+        del deciding["platform"]["host_gib"]
     read = {name: digest for name, digest in inputs.items() if not name.startswith(CODE)}
-    return _digest_of({"config": deciding(plain(config)), "inputs": read})[:16]
+    return _digest_of({"config": deciding, "inputs": read})[:16]
 
 
 def run_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
