@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -133,15 +132,6 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 def _not_writable(path: Path, error: OSError) -> UserError:
     return UserError(f"results_dir: {path} cannot be written ({error.strerror or error})")
-
-
-def free_path(pattern: Path) -> Path:
-    """The first path that does not exist, with a number from 1 on for the `*` of its name."""
-    for number in itertools.count(1):
-        path = pattern.with_name(pattern.name.replace("*", str(number)))
-        if not path.exists():
-            break
-    return path
 
 
 @contextlib.contextmanager

@@ -7,25 +7,23 @@ counts. If both were measured on the same questions, windows or prompts, the sta
 of the paired difference, else that of two independent numbers. Speed is compared by ratio.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from harness.errors import UserError, exit_code, printable, shortened
 from harness.results import columns
 from harness.results.archive import opened
 from harness.results.metrics import MISSING
-from harness.results.record import CODE, Record, read_all
-from harness.results.samples import Measured, paired, samples_of
-from harness.results.table_rows import with_rows
-
-if TYPE_CHECKING:
-    import pandas as pd
+from harness.results.record import CODE, current, read_all
+from harness.results.samples import KEY, differences_of, samples_of
+from harness.results.table_rows import frames_of
 
 NAMES = [
     "experiment", "platform", "source", "model", "method", "label", "settings", "task",
@@ -43,11 +41,8 @@ SPEED = [
     if column.digits is not None and column.name not in NAMES
 ]
 """Numbers of a timed run, and of the largest batch of a device."""
-SPREAD = ["stderr", "pairs", "differs"]
 INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
 """Words for the inputs that are neither code nor data."""
-PART = "]"
-"""How the task of a chunk of a text or of a needle's depth ends, such as `offline[256:512]`."""
 MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")
 MAX_NAMED, MAX_SHOWN, MAX_WIDTH = 3, 40, 120
 
@@ -70,8 +65,14 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     frame["before"] = frame["value_a"].where(is_both)
     frame["after"] = frame["value_b"].where(is_both)
     frame["difference"] = frame["after"] - frame["before"]
-    frame[SPREAD] = frame[is_both].apply(_spread, axis=1, result_type="expand")
-    frame = frame.astype({"stderr": float, "pairs": float}).fillna({"differs": ""})
+    frame["differs"] = frame[is_both].apply(_what_differs, axis=1)
+    is_alike = is_both & ~frame["differs"].str.contains("data", na=False)
+    frame = frame.merge(_paired(frame[is_alike]), how="left", on=["run_id_b", *KEY[1:]])
+    is_paired = np.isclose(frame["paired"], frame["difference"])  # the means of the same questions
+    of_two = np.hypot(frame["stderr_a"], frame["stderr_b"])
+    frame["stderr"] = frame["paired_stderr"].where(is_paired, of_two)
+    frame["pairs"] = frame["num_pairs"].where(is_paired)
+    frame = frame.fillna({"differs": ""})
     frame["z"] = frame["difference"] / frame["stderr"].where(frame["stderr"] > 0)
     of_speed = (frame["task"] == "") & (frame["series"] == "") & (frame["before"] != 0)
     frame["ratio"] = (frame["after"] / frame["before"]).where(of_speed)
@@ -83,49 +84,52 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
 
 
 def _read(source: Path) -> pd.DataFrame:
-    """Every number of a folder's or an archive's finished runs: `KEYS`, value, stderr, record; of
-    several runs the newest. Raises UserError where there is none."""
-    import pandas as pd
-
-    rows = []
+    """Every number of a folder's or an archive's finished runs: `KEYS`, value, stderr, run_id,
+    record; of several runs the newest. Raises UserError where there is none."""
     with opened(source) as folder:
-        for record, of_record in with_rows(read_all(folder), weights=False):
-            rows += [row | {"record": record, "started": record["started"]} for row in of_record]
-    if not rows:
+        records = sorted(current(read_all(folder)), key=lambda record: record["started"])
+    if not records:
         none = "no finished run in it, and tables alone do not say what was run"
         raise UserError(f"{source}: {none}")
-    names = [*NAMES, "metric", "value", "stderr", "record", "started", *{*SHARES, *SPEED}]
-    frame = pd.DataFrame(rows, columns=names, dtype=object).sort_values("started", kind="stable")
-    is_timed = frame["metric"].isna()
-    is_whole = frame["task"].notna() & ~frame["task"].str.endswith(PART, na=False)
-    about = [*NAMES, "record"]
-    parts = (
-        frame.loc[~is_timed, [*about, "metric", "value", "stderr"]],
-        frame.loc[~is_timed & is_whole, [*about, *SHARES]].melt(about, var_name="metric"),
-        frame.loc[is_timed, [*about, *SPEED]].melt(about, var_name="metric"),
-    )
-    numbers = pd.concat(parts, ignore_index=True).dropna(subset="value")
-    numbers[NAMES] = numbers[NAMES].where(numbers[NAMES].notna(), "")
-    numbers = numbers.astype({"value": float, "stderr": float})
-    return numbers.drop_duplicates(KEYS, keep="last")
+    of_runs = pd.Series({record["run_id"]: record for record in records}, dtype=object)
+    numbers = []
+    for shape, frame in frames_of(records, weights=False).items():
+        frame = frame.assign(record=frame["run_id"].map(of_runs))
+        about = [name for name in [*NAMES, "run_id", "record"] if name in frame]
+        if "metric" in frame:
+            numbers.append(frame[[*about, "metric", "value", "stderr"]])
+        others = [name for name in SPEED if name in frame and "metric" not in frame]
+        if shape == "accuracy":
+            frame, others = frame[~columns.are_parts(frame)], SHARES
+        numbers.append(frame[[*about, *others]].melt(about, var_name="metric"))
+    found = pd.concat(numbers, ignore_index=True).dropna(subset="value")
+    found[NAMES] = found[NAMES].astype(object).where(found[NAMES].notna(), "")
+    return found.drop_duplicates(KEYS, keep="last")
 
 
-def _spread(number: pd.Series) -> tuple[float, float, str]:
-    """Of a number of both: the standard error of the difference, the number of pairs if it is of
-    pairs, and what differs between the two runs."""
-    task, one, two = number["task"], number["record_a"], number["record_b"]
-    differs = _what_differs(one, two)
-    if "data" not in differs and task and not task.endswith(PART):
-        before = Measured(number["value_a"], samples_of(one, task))
-        found = paired(Measured(number["value_b"], samples_of(two, task)), before, number["metric"])
-        if found:
-            return found.stderr, found.num_pairs, " ".join(differs)
-    return math.hypot(number["stderr_a"], number["stderr_b"]), math.nan, " ".join(differs)
+def _paired(numbers: pd.DataFrame) -> pd.DataFrame:
+    """The paired difference, its standard error and the number of pairs, by run_id_b, task and
+    metric, where the runs answered the same questions, or read the same windows or prompts."""
+    before, after = (_samples(numbers, side) for side in ("a", "b"))
+    runs = numbers[["run_id_a", "run_id_b"]].drop_duplicates()
+    same = ["run_id_a", *KEY[1:], "question"]
+    before = before[[*same, "value"]].rename(columns={"value": "full"})
+    pairs = after.drop(columns="full").merge(runs, on="run_id_b").merge(before, how="left", on=same)
+    found = differences_of(pairs.rename(columns={"run_id_b": "run_id"}))
+    found = found.rename(columns={"run_id": "run_id_b", "difference": "paired"})
+    found = found.rename(columns={"difference_stderr": "paired_stderr"})
+    return found[["run_id_b", *KEY[1:], "paired", "paired_stderr", "num_pairs"]]
 
 
-def _what_differs(one: Record, two: Record) -> list[str]:
+def _samples(numbers: pd.DataFrame, side: str) -> pd.DataFrame:
+    scored = numbers[numbers["task"] != ""].drop_duplicates(f"run_id_{side}")
+    return samples_of(scored[f"record_{side}"]).rename(columns={"run_id": f"run_id_{side}"})
+
+
+def _what_differs(number: pd.Series) -> str:
     """In words, what differs between two runs: code, weights, calibration, data, precision,
     environment."""
+    one, two = number["record_a"], number["record_b"]
     first, second = one["inputs"], two["inputs"]
     words = []
     for name in first:
@@ -136,7 +140,7 @@ def _what_differs(one: Record, two: Record) -> list[str]:
         words.append("precision")
     if any(one["environment"].get(name) != two["environment"].get(name) for name in MACHINE):
         words.append("environment")
-    return list(dict.fromkeys(words))
+    return " ".join(dict.fromkeys(words))
 
 
 # For a terminal

@@ -34,9 +34,7 @@ from harness.files import HeldError, holding, stated_memory
 from harness.model.resources import Resources
 from harness.results import environment, inputs
 from harness.results import record as records
-from harness.results import write as tables
 from harness.results.metrics import BUDGET, DEVICE_FRAC, TOKENS_EVICTED
-from harness.results.samples import full_runs
 from harness.run.kinds import digests_of, measurement_of, require_length
 from harness.settings import own_method
 from harness.settings.config import RunConfig
@@ -188,6 +186,10 @@ def relabel(finished: Run) -> None:
 def report(paths: Sequence[Path]) -> str:
     """Bring the tables of the records' experiments up to date. Returns these records as a table to
     print."""
+    # Here, as a command's help needs no pandas.
+    from harness.results import write as tables
+    from harness.results.samples import full_runs
+
     folders = dict.fromkeys(path.parent.parent for path in paths)
     for folder in folders:
         tables.update(folder.parent.parent, folder.name)
