@@ -190,7 +190,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """The record at `path`.
 
     Raises:
-        FileNotFoundError: there is none.
+        OSError: there is none, or it cannot be read.
         UserError: it is damaged, changed since it was written, or of another version; the message
         names the file.
     """

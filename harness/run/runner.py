@@ -97,10 +97,7 @@ class Run:
 
     def found(self) -> dict[str, Any] | None:
         """The record; None where there is none. Raises UserError where it is damaged."""
-        try:
-            return records.read_record(self.path)
-        except FileNotFoundError:
-            return None
+        return records.read_record(self.path) if self.path.is_file() else None
 
 
 def require_devices(configs: Iterable[RunConfig]) -> None:

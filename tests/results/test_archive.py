@@ -309,7 +309,7 @@ def test_numbers_of_other_questions_are_compared_as_independent(fields, results,
 
 
 def test_the_largest_comes_first_with_what_else_differs(results, other, capsys):
-    inputs = {"code:sources": "e" * 64, "model": "f" * 64, "corpus": "d" * 64}
+    inputs = {"code:harness": "b" * 64, "model": "f" * 64, "corpus": "d" * 64}  # an older record
     save_task(other, "full", OTHER_HITS, inputs=inputs, environment=RAN["environment"] | {"python": "3.12"})
     save_task(other, "h2o", (0.0,) * 8, inputs=inputs)
     said = printed(capsys, results, other)
