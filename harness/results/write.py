@@ -66,8 +66,8 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     is modelled of capacity stands in a table of its own, `<experiment>-modelled`. A table without
     rows is removed. One process at a time writes the tables of a folder.
 
-    Returns the path of the CSV. Raises UserError for a damaged table of shipped rows, or if the
-    folder cannot be written.
+    Returns the path of the CSV. Raises UserError for a damaged record or table of shipped rows, or
+    if the folder cannot be written.
     """
     folder = Path(results_dir) / "tables"
     with holding(folder, wait=True):  # the next process then reads what this one has written
