@@ -26,14 +26,20 @@ from harness.results.board_sources import MODELLED
 from harness.results.columns import TableRow, column, grouped, having, named, values, where
 from harness.results.metrics import EQUAL, MISSING, Metric
 from harness.results.sheet import (
+    MAX_ROWS,
+    SHARES,
     Sheet,
     Shown,
-    mark_own,
+    alike_in_title,
+    mark_own_rows,
     markdown,
     note,
     sheet_of,
+    sheet_of_lines,
     show_range,
     shown_as_is,
+    terminal,
+    wrapped,
 )
 
 OTHER_BUDGET, LACKS, MODELLED_MARK = "§", "¶", "‡"
@@ -119,8 +125,6 @@ def page(
 def printed(rows: Sequence[TableRow], budget: float) -> str:
     """The first board at a budget (else at its smallest) for a terminal: the methods that are the
     closest on the shortest windows, one's own, and what the table says. "" without any."""
-    from harness.results.summary import MAX_ROWS, SHARES, printed_sheet, wrapped  # loads pandas
-
     found = shortest(rows, budget)
     if not found:
         return ""
@@ -128,7 +132,7 @@ def printed(rows: Sequence[TableRow], budget: float) -> str:
     has_shipped = len(own) < len(found)
     closest = [row for row in found if row not in own][: max(0, MAX_ROWS - len(own))]
     shown = [row for row in found if row in own or row in closest]
-    marked, notes = mark_own(shown, "label")
+    marked, notes = mark_own_rows(shown, "label")
     headings: Shown = {
         "method": itemgetter("label"),
         "rank": lambda row: _place(row).replace(" to ", "-"),
@@ -145,7 +149,7 @@ def printed(rows: Sequence[TableRow], budget: float) -> str:
     title = f"board, {_setting_words(found[0])}"
     sheet = sheet_of(title, marked, headings, notes=notes)
 
-    return f"{printed_sheet(sheet)}\n\n{wrapped(said_of(found))}"
+    return f"{terminal(alike_in_title(sheet))}\n\n{wrapped(said_of(found))}"
 
 
 def shortest(rows: Sequence[TableRow], budget: float) -> list[TableRow]:
@@ -192,7 +196,7 @@ def boards(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 def methods_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """For each budget and length the compared methods, the closest first, then the others."""
-    marked, own_notes = mark_own(rows, "label")
+    marked, own_notes = mark_own_rows(rows, "label")
     for words, of_setting in grouped(marked, _setting_words).items():
         compared = where(of_setting, "apart", "")
         apart = [row for row in of_setting if row["apart"]]
@@ -399,7 +403,7 @@ def models_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
         for label in dict.fromkeys(values([*by_kl, *group], "label")):
             line = [cells.get((label, domain), MISSING) for domain in (*texts, *tasks)]
             lines.append([label, *line])
-        yield Sheet(f"{model}, {_setting_words(group[0])}", header, lines)
+        yield sheet_of_lines(f"{model}, {_setting_words(group[0])}", header, lines)
 
 
 _model_and_setting = itemgetter("model", "asked_budget", "seq_len")
@@ -427,7 +431,7 @@ def pairs_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
             found.append((label, len(closer), len(farther), ", ".join(alike) or MISSING))
         found.sort(key=lambda line: line[2] - line[1])
         header = ["label", "certainly closer than", "certainly farther than", "not told apart from"]
-        yield Sheet(words, header, [list(map(str, line)) for line in found])
+        yield sheet_of_lines(words, header, [list(map(str, line)) for line in found])
 
 
 SHEETS: Mapping[str, Callable[[Sequence[TableRow]], Iterator[Sheet]]] = {

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ from harness.replay.session import ReplaySession
 from harness.replay.setup import prepare
 from harness.results.inputs import code_digest
 from harness.results.metrics import CLAIM, LABEL
-from harness.results.sheet import Sheet, markdown, terminal
+from harness.results.sheet import Sheet, markdown, wrapped
 from harness.run.compose import load
 from harness.scoring.answers import Request, Score
 from harness.scoring.evaluation import ReplayEngine, run_task, running_lm_eval
@@ -326,9 +327,11 @@ def run_trust(config: RunConfig, resources: Resources) -> None:
             seen = check(subject)
         except UserError as error:
             seen = Seen(False, str(error))
-        lines.append([name, "holds" if seen.holds else "FAILS", seen.words])
-    sheet = Sheet("Checks", [LABEL.heading, "verdict", CLAIM.heading], lines)
-    print(terminal(sheet))
+        verdict = "holds" if seen.holds else "FAILS"
+        lines.append([name, verdict, seen.words])
+        print(wrapped(f"{name}: {verdict}; {seen.words}"), flush=True)
+    header = [LABEL.heading, "verdict", CLAIM.heading]
+    sheet = Sheet("Checks", pd.DataFrame(lines, columns=header))
     path = Path(config.results_dir) / "trust.md"
     made = f"on {datetime.date.today()}, of {subject.loaded.name} and code {code_digest()[:12]}"
     words = f"Checks that ran {made}. `{COMMAND} experiment=trust` makes them again."

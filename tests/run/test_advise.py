@@ -263,7 +263,7 @@ def test_the_worked_questions_stand_on_their_page_with_their_errors():
             continue
         sheet = worked.beside(asked, words)
         assert pipes(sheet) in page
-        for seen, (_, _, _, error, _) in zip(asked["published"], sheet.lines, strict=True):
+        for seen, (_, _, _, error, _) in zip(asked["published"], sheet.table.to_numpy(), strict=True):
             assert abs(float(error)) <= 20 or "because" in seen
 
 
