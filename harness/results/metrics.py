@@ -65,7 +65,7 @@ class Metric(NamedTuple):
 
     def show(self, value: float | None, stderr: float | None = None) -> str:
         """The number in the heading's unit, never as -0, and its standard error if given."""
-        if value is None:
+        if value is None or math.isnan(value):
             return MISSING
         spread = "" if stderr is None else f" ± {self.factor * stderr:.{self.digits}f}"
         return f"{self.factor * value:z.{self.digits}f}{spread}"
