@@ -11,9 +11,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from harness.results import columns, metrics
-from harness.results.board_page import show_interval, show_ratio
-from harness.results.board_rows import COSTS, OWN_BUDGET, TRAFFIC
-from harness.results.board_sources import MODELLED
+from harness.results.board_page import TRAFFIC, show_interval, show_ratio
+from harness.results.board_rows import COSTS, MODELLED, OWN_BUDGET
 from harness.results.columns import TableRow
 from harness.results.metrics import Metric
 from harness.results.sheet import show_range
@@ -159,7 +158,7 @@ def _point(row: TableRow) -> Json:
         else:
             show = show_ratio if name == metrics.RATIO.name else metric.show
             shown = row if quantity.has_ends else {name: value}
-            point[f"text_{name}"] = show_interval(show, shown, name)
+            point[f"text_{name}"] = show_interval(show, *(shown.get(f"{name}{end}") for end in ("", "_low", "_high")))
     return point
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.errors import UserError
@@ -33,7 +32,6 @@ from harness.report.sections import (
 )
 from harness.results import board_page, columns, summary
 from harness.results.archive import opened
-from harness.results.board import SAYS
 from harness.results.columns import TableRow
 from harness.results.metrics import GIB, MISSING
 from harness.results.record import Record, read_all
@@ -133,10 +131,9 @@ def _lead(sections: Mapping[str, Section]) -> Lead | None:
     for section in (*own, *boards, *drawn):
         part = section.parts[0]
         of_board = [row for row in part.rows if columns.shape_of(row) == "board"]
-        budget = yaml.safe_load(SAYS.read_text(encoding="utf-8"))["readme"]["budget"]
-        compared = board_page.shortest(of_board, budget)
-        if compared:
-            return Lead(section, board_page.said_of(compared))
+        result = board_page.said(pd.DataFrame(of_board)) if of_board else ""
+        if result:
+            return Lead(section, result)
         said = "" if section.has_own else part.finding or ""
         if section.has_own and columns.shape_of(part.rows[0]) == "accuracy":
             said = summary.said([row for row in part.rows if not row.get("shipped")])

@@ -17,7 +17,8 @@ from pathlib import Path
 from harness.errors import exit_code
 from harness.files import holding, write_atomic
 from harness.results import board_page
-from harness.results.board_rows import board_of, read
+from harness.results.board_evidence import read
+from harness.results.board_rows import board_of
 from harness.results.columns import csv_of, read_frame
 from harness.results.sheet import markdown, note
 

@@ -33,7 +33,7 @@ ANSWER_MARKS = {
 }
 """Behind answers: by mark, what their note says, and what it means."""
 MODELLED_MARK = "‡"
-TRAFFIC = Metric("traffic", "link + device", metrics.CACHE, 1, logarithmic=True)
+TRAFFIC = Metric("traffic", "link + device", metrics.PERCENT, 1, logarithmic=True)
 SETTING = ["asked_budget", "seq_len"]
 Cells = dict[str, Iterable[str]]
 """The columns of a sheet, by heading."""
@@ -55,9 +55,9 @@ def show_points(difference: float) -> str:
 
 def show_interval(show: Callable[[float], str], value: float, low: float, high: float) -> str:
     """A number, with its interval where it has one."""
-    if math.isnan(value):
+    if pd.isna(value):
         return MISSING
-    return show(value) if math.isnan(low) else f"{show(value)} ({show(low)} to {show(high)})"
+    return show(value) if pd.isna(low) else f"{show(value)} ({show(low)} to {show(high)})"
 
 
 def _ratios(rows: pd.DataFrame) -> list[str]:
@@ -349,7 +349,7 @@ def printed(methods: pd.DataFrame) -> str:
         which = ", the closest and one's own" if 0 < is_own.sum() < len(found) else ", the closest"
         notes.append(f"{len(shown)} of {len(found)} methods{which}.")
     sheet = _sheet(f"board, {_setting(found.iloc[0])}", cells, notes)
-    return f"{printed_sheet(sheet)}\n\n{wrapped(said_of(found))}"
+    return f"{printed_sheet(sheet)}\n\n{wrapped(said(methods))}"
 
 
 def shortest(methods: pd.DataFrame) -> pd.DataFrame:
@@ -357,26 +357,27 @@ def shortest(methods: pd.DataFrame) -> pd.DataFrame:
     at the smallest."""
     compared = first_board(methods)
     compared = compared[compared["apart"] == ""]
-    is_asked = compared["asked_budget"] == SAYS["readme"]["budget"]
-    if not is_asked.any():
-        is_asked = compared["asked_budget"] == compared["asked_budget"].min()
-    at_budget = compared[is_asked]
+    asked = SAYS["readme"]["budget"]
+    if not compared["asked_budget"].eq(asked).any():
+        asked = compared["asked_budget"].min()
+    at_budget = compared[compared["asked_budget"] == asked]
     return at_budget[at_budget["seq_len"] == at_budget["seq_len"].min()]
 
 
-def said_of(found: pd.DataFrame) -> str:
-    """What the compared methods of one board show, the closest first, in sentences."""
-    near, ratios = found.iloc[0], _ratios(found)
+def said(methods: pd.DataFrame) -> str:
+    """What the methods of `shortest` show, in sentences; "" without any."""
+    found = shortest(methods)
+    if found.empty:
+        return ""
+    near, ratios, is_own = found.iloc[0], _ratios(found), found["shipped"] != "yes"
     models = f"{near['num_models']:.0f} models" if near["num_models"] > 1 else near["model"]
-    said = [
+    sentences = [
         f"Of {len(found)} methods ({_setting(near)}, {models}) {near['label']} is closest to "
         f"the full cache: its KL is {ratios[0]} times that of the oracle, which selects by the "
         f"exact scores. {(found['ratio_high'] < 1).sum()} are certainly (95 %) closer than the "
         f"oracle, {(found['ratio_low'] > 1).sum()} certainly farther."
     ]
-    is_own = found["shipped"] != "yes"
-    if not is_own.all():
-        own = zip(found["label"], _places(found), ratios, strict=True)
-        for label, place, ratio in (words for words, chosen in zip(own, is_own) if chosen):
-            said.append(f"{label}: rank {place}, KL {ratio} times the oracle's.")
-    return " ".join(said)
+    table = pd.DataFrame({"label": found["label"], "place": _places(found), "ratio": ratios})
+    for row in table[is_own & ~is_own.all()].itertuples():
+        sentences.append(f"{row.label}: rank {row.place}, KL {row.ratio} times the oracle's.")
+    return " ".join(sentences)

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from harness.results import board_page, board_sources, columns, metrics
+import pandas as pd
+
+from harness.results import board_page, board_evidence, columns, metrics
 from harness.results.columns import TableRow, grouped, having, named, shape_of, values
 from harness.results.lines import Key, lines_of, pairs_of_settings, shared
 from harness.results.metrics import MISSING
@@ -44,12 +46,10 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     shipped ones are marked.
     """
     shape = shape_of(rows[0]) if rows else ""
-    if shape in board_sources.SHAPES.values():
+    if shape in board_evidence.SHAPES.values():
         return
     if shape in board_page.SHEETS:
-        marked, notes = (rows, []) if shape == "board" else mark_own(rows, "label")
-        for sheet in board_page.SHEETS[shape](marked):
-            yield sheet._replace(notes=[*sheet.notes, *notes])
+        yield from board_page.SHEETS[shape](pd.DataFrame(rows))
         return
     for title, of_title in grouped(rows, _title).items():
         for shape, of_shape in grouped(of_title, shape_of).items():

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, exit_code
 from harness.files import free_path, holding, write_atomic
-from harness.results import board_sources
 from harness.results.columns import (
     ANEW,
     IDENTITY,
@@ -50,8 +49,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TableRows = Sequence[TableRow]
-MADE = frozenset(("board", "board_claims", "board_models", "board_pairs"))
-"""Shapes of the tables that `harness.results.board` makes of other tables."""
+EVIDENCE, MADE = ("board_texts", "board_answers", "board_steps"), ("board", "board_pairs")
+"""Shapes of the tables that the board is made of, and of those that `harness.results.board` makes
+of them."""
 LAYERS_TABLE = "attention_error"
 """The table that shows the runs of `experiment=perplexity` layer by layer."""
 MACHINE = ["model", "platform", "source"]
@@ -100,9 +100,12 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         if experiment == "perplexity":
             _write_layers(path.with_stem(LAYERS_TABLE), [record for record, _ in pairs])
         if experiment == BOARD:
+            from harness.results import board_evidence  # here, as a command's help needs no pandas
+
             records = [record for record, _ in pairs]
-            for name, of_table in board_sources.rows_of_records(records).items():
-                _join(folder / f"{name}.csv", board_sources.SHAPES[name], of_table)
+            for name, of_table in board_evidence.evidence_of(records).items():
+                rows = of_table.astype(object).where(of_table.notna(), None).to_dict("records")
+                _join(folder / f"{name}.csv", board_evidence.SHAPES[name], rows)
     return path
 
 
@@ -270,14 +273,18 @@ def _write(path: Path, shape: str, rows: TableRows) -> None:
     from harness.results.pages import render_markdown
 
     write_atomic(path, render_csv(TABLES[shape], rows))
-    if shape not in board_sources.SHAPES.values():
+    if shape not in EVIDENCE:
         write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
 
 
 def _ordered(shape: str, rows: TableRows) -> TableRows:
     """In the order of the CSV; points of an analysis as they were made."""
-    if shape in board_sources.SHAPES.values():
-        return board_sources.ordered(rows)
+    if shape in EVIDENCE:
+        import pandas as pd  # here, as a command's help needs no pandas
+
+        from harness.results import board_evidence
+
+        return [rows[number] for number in board_evidence.ordered(pd.DataFrame(rows)).index]
     return rows if shape == "analysis" else sorted(rows, key=_sort_key)
 
 
