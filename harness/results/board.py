@@ -33,13 +33,10 @@ def write(results: Path) -> Path:
     board = board_of(read(results), board_page.SAYS["claims"])
     folder, page = results / "tables", results / "board.md"
     with holding(folder, wait=True):
-        for name, shape, rows in (
-            (METHODS, "board", board.methods),
-            (PAIRS, "board_pairs", board.pairs),
-        ):
-            write_atomic(folder / f"{name}.csv", csv_of(rows, shape))
-            text = markdown(name, note(shape), board_page.SHEETS[shape](rows))
-            write_atomic(folder / f"{name}.md", text)
+        write_atomic(folder / f"{METHODS}.csv", csv_of(board.methods, "board"))
+        write_atomic(folder / f"{PAIRS}.csv", csv_of(board.pairs, "board_pairs"))
+        by_model = markdown(METHODS, note("board"), board_page.boards(board.methods))
+        write_atomic(folder / f"{METHODS}.md", by_model)
         write_atomic(page, board_page.page(board.methods, board.claims, board.left_out))
     return page
 

@@ -111,7 +111,9 @@ def _answers(record: Record) -> Iterator[dict[str, Any]]:
     for task, entries in record["metrics"].items():
         shares = picked(entries, ("budget", "device_frac", "resident_frac"))
         samples = pd.DataFrame(record["samples"].get(task, ()))
-        answered = samples.reindex(columns=["acc", "context", "context_tokens"]).dropna(subset="acc")
+        answered = samples.reindex(columns=["acc", "context", "context_tokens"]).dropna(
+            subset="acc"
+        )
         for context, questions in answered.groupby("context"):
             measured = {
                 "task": task,
@@ -146,10 +148,10 @@ def _method_in_words(record: Record) -> str:
 # query, are waited for.
 
 
-def step_seconds(compute_s: Any, link_bytes: Any, late_bytes: Any, bytes_per_s: Any) -> Any:
-    """Seconds of decode steps, numbers or columns of them."""
-    late_s = late_bytes / bytes_per_s
-    return np.maximum(compute_s, link_bytes / bytes_per_s - late_s) + late_s
+def step_seconds(step: Any) -> Any:
+    """Seconds of a decode step over its link, or of a frame of them."""
+    rate, late_s = step["link_bytes_per_s"], step["late_bytes"] / step["link_bytes_per_s"]
+    return np.maximum(step["compute_s"], step["link_bytes"] / rate - late_s) + late_s
 
 
 def timed_step(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,13 +174,11 @@ def step_at(step: Any, ratio: Any, dense_layers: Any) -> Any:
     The bytes of the dense layers, where there are any the only ones that a late method transfers
     ahead, are the same at any budget.
     """
-    compute_s, rate = step["compute_s"], step["link_bytes_per_s"]
-    link_bytes, late_bytes = step["link_bytes"], step["late_bytes"]
-    of_dense_layers = np.where((dense_layers > 0) & (late_bytes > 0), link_bytes - late_bytes, np.nan)
-    scaled_late = np.maximum(0, link_bytes * ratio - of_dense_layers)
-    scaled_late = np.where(np.isnan(of_dense_layers), late_bytes * ratio, scaled_late)
-    scaled = step_seconds(compute_s, link_bytes * ratio, scaled_late, rate)
-    return step["step_s"] + scaled - step_seconds(compute_s, link_bytes, late_bytes, rate)
+    ahead, link_bytes = step["link_bytes"] - step["late_bytes"], step["link_bytes"] * ratio
+    is_fixed = (dense_layers > 0) & (step["late_bytes"] > 0)
+    late_bytes = np.maximum(0, link_bytes - ahead * np.where(is_fixed, 1, ratio))
+    scaled = {**step, "link_bytes": link_bytes, "late_bytes": late_bytes}
+    return step["step_s"] + step_seconds(scaled) - step_seconds(step)
 
 
 # Reading them

@@ -200,35 +200,6 @@ def methods_sheets(rows: pd.DataFrame) -> Iterator[Sheet]:
             yield _sheet(f"{title}: not compared", cells, _notes(apart))
 
 
-def pairs_sheets(pairs: pd.DataFrame) -> Iterator[Sheet]:
-    """For each budget and length a line a method, the closest first: which others it is told apart
-    from."""
-    turned = pairs.rename(columns={"label": "other", "other": "label"})
-    both = pd.concat([pairs, turned]).sort_index(kind="stable")
-    is_alike, is_closer = both["closer"] == "", both["closer"] == both["label"]
-    both = both.assign(closer=is_closer, farther=~is_alike & ~is_closer)
-    both["alike"] = both["other"].where(is_alike)
-    for _, rows in both.groupby(SETTING, sort=False):
-        methods = rows.groupby("label")
-        table = methods[["closer", "farther"]].sum()
-        table["alike"] = methods["alike"].agg(lambda labels: ", ".join(labels.dropna()) or MISSING)
-        table = table.iloc[(table["farther"] - table["closer"]).argsort(kind="stable")]
-        cells: Cells = {
-            "label": table.index,
-            "certainly closer than": table["closer"].astype(str),
-            "certainly farther than": table["farther"].astype(str),
-            "not told apart from": table["alike"],
-        }
-        yield _sheet(_setting(rows.iloc[0]), cells)
-
-
-SHEETS: Mapping[str, Callable[[pd.DataFrame], Iterator[Sheet]]] = {
-    "board": boards,
-    "board_pairs": pairs_sheets,
-}
-"""The sheets of a table, by shape."""
-
-
 # The page of the board
 
 
@@ -265,7 +236,9 @@ def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
         if rows.empty or compared.empty:
             continue
         cells = _shown(rows, metrics.LABEL) | _shares(rows) | {metrics.RATIO.heading: _ratios(rows)}
-        for model, of_model in of_length[of_length["over"] != ALL_MODELS].groupby("over", sort=False):
+        for model, of_model in of_length[of_length["over"] != ALL_MODELS].groupby(
+            "over", sort=False
+        ):
             ratios = of_model.drop_duplicates("label").set_index("label")["ratio"]
             shown = ratios.reindex(rows.index).map(show_ratio, na_action="ignore")
             cells[f"on {model}"] = shown.fillna(MISSING)
@@ -299,7 +272,9 @@ def _claims(claims: pd.DataFrame) -> Iterator[Sheet]:
     for _, rows in claims.groupby(["number", "seq_len"], sort=False, dropna=False):
         together = rows.iloc[0]  # over all models
         is_kl, ends = together["of"] == "KL", together[["mean", "low", "high"]].astype(float)
-        number = show_interval(show_ratio, *np.exp(ends)) if is_kl else show_interval(show_points, *ends)
+        number = (
+            show_interval(show_ratio, *np.exp(ends)) if is_kl else show_interval(show_points, *ends)
+        )
         is_judged = together["verdict"] in VERDICTS
         line = {
             "claim": together["claim"],

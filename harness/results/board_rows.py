@@ -76,7 +76,11 @@ def board_of(evidence: Evidence, claims: Any) -> Board:
 
     has_own = lines["has_own_windows"] | lines["has_own_answers"].eq(True)
     lines["shipped"] = np.where(has_own, "", "yes")
-    lines["is_apart"], lines["source"], pairs["source"] = lines["apart"] != "", "measured", "measured"
+    lines["is_apart"], lines["source"], pairs["source"] = (
+        lines["apart"] != "",
+        "measured",
+        "measured",
+    )
     lines = lines.fillna(dict.fromkeys(["answers_note", "step_source", "step_on"], ""))
     lines = _sorted(lines, "is_apart", "ratio", "label")
     pairs = _sorted(pairs[pairs["over"] == first], "line", "line_of_other")
@@ -90,7 +94,9 @@ def _by_board(rows: pd.DataFrame, boards: Mapping[str, list[str]]) -> pd.DataFra
     words = pd.CategoricalDtype(list(boards))
     parts = []
     for over, models in boards.items():
-        here = rows.assign(over=pd.Series(over, rows.index, words), counts=rows["model"].isin(models))
+        here = rows.assign(
+            over=pd.Series(over, rows.index, words), counts=rows["model"].isin(models)
+        )
         parts.append(here[here["counts"] | (not parts)])
     return pd.concat(parts, ignore_index=True)
 

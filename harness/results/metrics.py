@@ -272,7 +272,7 @@ OTHERS = (
     DENSE_LAYERS, DENSE_NUMBERS, APART, CLAIM,
     *map(Metric, (
         "experiment", "model", "method", "codec", "platform", "shipped", "task", "text", "series",
-        "wall", "step_source", "answers_note", "closer", "over", "measure", "verdict",
+        "wall", "step_source", "answers_note", "closer", "over",
     )),
     Metric("source", phrase="source: {}"),
     Metric("run_id", phrase="run {}"),
@@ -322,10 +322,7 @@ OTHERS = (
     Metric("other", "other method"),
     Metric("p", "p", PROBABILITY, 4),
     Metric("p_holm", "p after Holm's correction", PROBABILITY, 4),
-    Metric("domain", "domain"),
-    Metric("versus", "ratio to the oracle, or minus the full cache", NUMBER, 3),
     Metric("count", "windows or questions", POSITIVE, 0),
-    Metric("bound", "bound", NUMBER, 3),
 )  # fmt: skip
 """`harness/results/columns.py` says what those of a table mean there."""
 COLUMNS = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.results import board_page, board_evidence, columns, metrics
+from harness.results import board_page, columns, metrics
 from harness.results.columns import TableRow, grouped, having, named, shape_of, values
 from harness.results.lines import Key, lines_of, pairs_of_settings, shared
 from harness.results.metrics import MISSING
@@ -46,10 +46,9 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     shipped ones are marked.
     """
     shape = shape_of(rows[0]) if rows else ""
-    if shape in board_evidence.SHAPES.values():
-        return
-    if shape in board_page.SHEETS:
-        yield from board_page.SHEETS[shape](pd.DataFrame(rows))
+    if shape == "board":
+        yield from board_page.boards(pd.DataFrame(rows))
+    if shape.startswith("board"):
         return
     for title, of_title in grouped(rows, _title).items():
         for shape, of_shape in grouped(of_title, shape_of).items():
