@@ -5,7 +5,7 @@ methods as a frame of `columns.BOARD`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -229,7 +229,7 @@ def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
             f"Answers: {asked['num_questions']:.0f} questions on {asked['num_contexts']:.0f} "
             f"contexts; the full cache has {metrics.ANSWERS.show(asked['answers'])} % right."
         )
-    for seq_len, of_length in methods.groupby("seq_len"):
+    for _, of_length in methods.groupby("seq_len"):
         here = first_board(of_length).drop_duplicates("label").set_index("label", drop=False)
         compared = here[here["apart"] == ""]
         rows = here.loc[[label for label in labels if label in here.index]]

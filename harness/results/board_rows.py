@@ -72,7 +72,7 @@ def board_of(evidence: Evidence, claims: Any) -> Board:
     answers["line"] = answers.groupby(["over", *METHOD], dropna=False).ngroup()
     answers["is_missed"] = _misses_budget(answers)
     lines = lines.merge(_beside_full(answers), on=["over", *METHOD], how="left")
-    lines["front"] = _fronts(lines)
+    lines["front"] = fronts(lines)
 
     has_own = lines["has_own_windows"] | lines["has_own_answers"].eq(True)
     lines["shipped"] = np.where(has_own, "", "yes")
@@ -116,8 +116,8 @@ def _sorted(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 
 def _misses_budget(rows: pd.DataFrame) -> pd.Series:
-    """Whether a line reads another budget than it was asked for on any model and text or task; False
-    where none was asked for."""
+    """Whether a line reads another budget than it was asked for on any model and text or task.
+    False where none was asked for."""
     read = rows.groupby(["line", "model", "part"])["budget"].transform("mean")
     is_off = (read - rows["own_budget"]).abs() > EQUAL
     return is_off.groupby(rows["line"]).transform("any")
@@ -399,7 +399,7 @@ def is_whole(rows: pd.DataFrame) -> pd.Series:
     return rows["apart"].isin(["", OWN_BUDGET]) & rows["kl_nats"].notna()
 
 
-def _fronts(lines: pd.DataFrame) -> pd.Series:
+def fronts(lines: pd.DataFrame) -> pd.Series:
     """The costs at which no method is closer to the full cache for no more.
 
     Lines of a board and length are compared, of all budgets. Oracles are on no front.
