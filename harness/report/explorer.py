@@ -157,7 +157,7 @@ def _point(row: TableRow) -> Json:
             point[f"text_{name}"] = show_range(metric, ranged, " to ")
         else:
             show = show_ratio if name == metrics.RATIO.name else metric.show
-            shown = row if quantity.has_ends else {name: value}
+            shown: TableRow = row if quantity.has_ends else {name: value}
             point[f"text_{name}"] = show_interval(
                 show, *(shown.get(f"{name}{end}") for end in ("", "_low", "_high"))
             )

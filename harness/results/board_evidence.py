@@ -236,7 +236,7 @@ def _read(folders: Sequence[Path], name: str) -> pd.DataFrame:
         if path is None:
             continue
         frame = read_frame(path)
-        wrong = frame[~frame.eval(POSSIBLE[name])]
+        wrong = frame.query(f"not ({POSSIBLE[name]})")
         if len(wrong):
             of_row = " ".join(wrong[["label", "model"]].iloc[0])
             raise UserError(f"{path}: {of_row}: must have {POSSIBLE[name]}")

@@ -1,11 +1,11 @@
-"""Pages of the board's tables.
+"""Pages of the board.
 
-`page` is `board.md`. The pages of the tables and the report show the same sheets. All take the
-methods as a frame of `columns.BOARD`.
+`page` is `board.md`, `boards` the sheets of all boards, `printed` what a terminal shows and `said`
+the board in sentences. All take the methods as a frame of `columns.BOARD`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,8 @@ from harness.results.sheet import OWN, OWN_NOTE, Sheet, markdown, note, show_ran
 
 SAYS = yaml.safe_load(Path(__file__).with_name("board.yaml").read_text(encoding="utf-8"))
 """README's rows and budget, and the claims."""
+OF_ANSWERS = "answers_difference answers num_questions"
+OF_SHARES = "budget device_frac resident_frac"
 ANSWER_MARKS = {
     "§": ("reads ", "The method cannot have this budget on the tasks."),
     "¶": ("lacks ", "Some of the full cache's questions were not asked."),
@@ -35,11 +37,9 @@ ANSWER_MARKS = {
 MODELLED_MARK = "‡"
 TRAFFIC = Metric("traffic", "link + device", metrics.PERCENT, 1, logarithmic=True)
 SETTING = ["asked_budget", "seq_len"]
-Cells = dict[str, Iterable[str]]
-"""The columns of a sheet, by heading."""
 
 
-# Columns of sheets
+# Words of rows
 
 
 def show_ratio(ratio: float) -> str:
@@ -66,19 +66,24 @@ def _ratios(rows: pd.DataFrame) -> list[str]:
 
 
 def _differences(rows: pd.DataFrame) -> list[str]:
-    name = "answers_difference"
+    """Differences of answers, marked where their notes say more."""
+    name, found = "answers_difference", []
     ends = rows[[name, f"{name}_low", f"{name}_high"]].itertuples(index=False)
-    return [show_interval(show_points, *each) for each in ends]
-
-
-def _answers(rows: pd.DataFrame) -> Cells:
-    """Differences of answers, marked where their notes say more, beside the shares."""
-    marked = []
-    for shown, words in zip(_differences(rows), rows["answers_note"], strict=True):
+    for words, each in zip(rows["answers_note"], ends, strict=True):
+        shown = show_interval(show_points, *each)
         marks = [mark for mark, (said, _) in ANSWER_MARKS.items() if said in words]
-        marked.append(shown if shown == MISSING else shown + "".join(marks))
-    shares = _shown(rows, metrics.ANSWERS, COLUMNS["num_questions"])
-    return {metrics.ANSWERS_DIFFERENCE.heading: marked} | shares
+        found.append(shown if shown == MISSING else shown + "".join(marks))
+    return found
+
+
+def _places(rows: pd.DataFrame, between: str = " to ") -> list[str]:
+    ranks = rows[["rank", "rank_low", "rank_high"]].itertuples(index=False)
+    return [f"{rank:.0f} ({low:.0f}{between}{high:.0f})" for rank, low, high in ranks]
+
+
+def _steps(rows: pd.DataFrame) -> pd.Series:
+    marks = np.where(rows["step_source"] == MODELLED, MODELLED_MARK, "")
+    return rows["step_s"].map(metrics.STEP.show) + marks
 
 
 def _ranges(rows: pd.DataFrame, column: Metric, between: str = " to ") -> list[str]:
@@ -87,31 +92,31 @@ def _ranges(rows: pd.DataFrame, column: Metric, between: str = " to ") -> list[s
     return [show_range(column, each, between) for each in ends]
 
 
-def _shares(rows: pd.DataFrame) -> Cells:
-    columns = (metrics.BUDGET, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
-    return {column.heading: _ranges(rows, column) for column in columns}
+SHOWN = {
+    "rank": _places, "ratio": _ratios, "answers_difference": _differences, "step_s": _steps,
+}  # fmt: skip
+"""By column, what shows it together with others; any other column is shown by itself, or as the
+range of its ends."""
 
 
-def _places(rows: pd.DataFrame, between: str = " to ") -> list[str]:
-    ranks = rows[["rank", "rank_low", "rank_high"]].itertuples(index=False)
-    return [f"{rank:.0f} ({low:.0f}{between}{high:.0f})" for rank, low, high in ranks]
-
-
-def _steps(rows: pd.DataFrame) -> Cells:
-    """The decode steps, where any was timed."""
-    if rows["step_s"].isna().all():
-        return {}
-    marks = np.where(rows["step_source"] == MODELLED, MODELLED_MARK, "")
-    return {metrics.STEP.heading: rows["step_s"].map(metrics.STEP.show) + marks}
-
-
-def _shown(rows: pd.DataFrame, *columns: Metric) -> Cells:
-    """The rows' own numbers or words."""
-    found: Cells = {}
-    for column in columns:
-        values, is_words = rows[column.name], column.digits is None
-        found[column.heading] = values.replace("", MISSING) if is_words else values.map(column.show)
-    return found
+def _table(rows: pd.DataFrame, names: str) -> pd.DataFrame:
+    """Columns as words under their headings; no decode steps where none was timed."""
+    table = pd.DataFrame(index=rows.index)
+    for name in names.split():
+        column = TRAFFIC if name == TRAFFIC.name else COLUMNS[name]
+        if name in SHOWN:
+            table[column.heading] = SHOWN[name](rows)
+        elif f"{name}_low" in rows:
+            table[column.heading] = _ranges(rows, column)
+        elif column.digits is None:
+            table[column.heading] = rows[name].replace("", MISSING)
+        else:
+            table[column.heading] = rows[name].map(column.show)
+    return (
+        table
+        if rows["step_s"].notna().any()
+        else table.drop(columns=metrics.STEP.heading, errors="ignore")
+    )
 
 
 def _budget(budget: float) -> str:
@@ -130,21 +135,16 @@ def _counts(row: pd.Series) -> str:
     )
 
 
-def _notes(rows: pd.DataFrame) -> list[str]:
-    """The meaning of the marks of answers, and as `_notes_on_steps`."""
-    return _notes_on_answers(rows) + _notes_on_steps(rows)
-
-
 def _notes_on_answers(rows: pd.DataFrame) -> list[str]:
+    """The meaning of the marks of answers."""
     notes = rows.loc[rows["answers_difference"].notna(), "answers_note"]
     marks = ANSWER_MARKS.items()
     return [f"{mark} {words}" for mark, (said, words) in marks if notes.str.contains(said).any()]
 
 
 def _notes_on_steps(rows: pd.DataFrame) -> list[str]:
-    """Where steps were timed, and the meaning of the mark."""
+    """Where steps were timed, which is one place of a board, and the meaning of their mark."""
     timed = rows[rows["step_s"].notna()]
-    # All steps of a board are of one model and machine.
     places = timed["step_on"].head(1)
     notes = [f"Decode step: {place}, over an emulated link." for place in places]
     if timed["step_source"].eq(MODELLED).any():
@@ -152,9 +152,8 @@ def _notes_on_steps(rows: pd.DataFrame) -> list[str]:
     return notes
 
 
-def _sheet(title: str, cells: Cells, notes: Sequence[str] = ()) -> Sheet:
-    table = pd.DataFrame(cells)
-    return Sheet(title, list(table), table.to_numpy().tolist(), notes)
+def _sheet(title: str, table: pd.DataFrame, notes: Sequence[str] = ()) -> Sheet:
+    return Sheet(title, list(map(str, table)), table.to_numpy().tolist(), notes)
 
 
 def _mark_own(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -165,7 +164,7 @@ def _mark_own(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     return rows.assign(label=rows["label"].mask(is_own, rows["label"] + f" {OWN}")), [OWN_NOTE]
 
 
-# The pages of the tables
+# The pages
 
 
 def first_board(methods: pd.DataFrame) -> pd.DataFrame:
@@ -176,31 +175,25 @@ def first_board(methods: pd.DataFrame) -> pd.DataFrame:
 def boards(methods: pd.DataFrame) -> Iterator[Sheet]:
     """The sheets of all boards; those after the first are named by their model."""
     for number, (over, rows) in enumerate(methods.groupby("over", sort=False)):
-        for sheet in methods_sheets(rows):
+        for sheet in _of_settings(rows):
             yield sheet._replace(title=f"{over}, {sheet.title}" if number else sheet.title)
 
 
-def methods_sheets(rows: pd.DataFrame) -> Iterator[Sheet]:
+def _of_settings(rows: pd.DataFrame) -> Iterator[Sheet]:
     """For each budget and length the compared methods, the closest first, then the others."""
     rows, of_own = _mark_own(rows)
     for _, of_setting in rows.groupby(SETTING, sort=False):
         title, is_apart = _setting(of_setting.iloc[0]), of_setting["apart"] != ""
         compared, apart = of_setting[~is_apart], of_setting[is_apart]
         if len(compared):
-            ranks = {f"rank of {len(compared)}": _places(compared)}
-            cells = _shown(compared, metrics.LABEL) | ranks
-            cells |= {metrics.RATIO.heading: _ratios(compared)} | _answers(compared)
-            cells |= _shares(compared) | _steps(compared) | _shown(compared, metrics.DENSE_NUMBERS)
-            yield _sheet(title, cells, [_counts(compared.iloc[0]), *_notes(compared), *of_own])
+            shown = f"label rank ratio {OF_ANSWERS} {OF_SHARES} step_s dense_numbers"
+            table = _table(compared, shown).rename(columns={"rank": f"rank of {len(compared)}"})
+            notes = [*_notes_on_answers(compared), *_notes_on_steps(compared), *of_own]
+            yield _sheet(title, table, [_counts(compared.iloc[0]), *notes])
         if len(apart):
-            cells = _shown(apart, metrics.LABEL, metrics.APART)
-            cells |= {metrics.RATIO.heading: _ratios(apart)}
-            cells |= _shown(apart, COLUMNS["num_windows"]) | _answers(apart)
-            cells |= _shares(apart) | _steps(apart)
-            yield _sheet(f"{title}: not compared", cells, _notes(apart))
-
-
-# The page of the board
+            table = _table(apart, f"label apart ratio num_windows {OF_ANSWERS} {OF_SHARES} step_s")
+            notes = [*_notes_on_answers(apart), *_notes_on_steps(apart)]
+            yield _sheet(f"{title}: not compared", table, notes)
 
 
 def page(methods: pd.DataFrame, claims: pd.DataFrame, left_out: Sequence[str]) -> str:
@@ -210,7 +203,7 @@ def page(methods: pd.DataFrame, claims: pd.DataFrame, left_out: Sequence[str]) -
     if left_out:
         few = "fewer than half of the methods ran there"
         words += f" Not in the means: {', '.join(left_out)}, since {few}."
-    sheets = [*_readme(methods), *methods_sheets(first), *_by_memory(first)]
+    sheets = [*_readme(methods), *_of_settings(first), *_by_memory(first)]
     claims = claims[claims["asked_budget"].isin(first["asked_budget"])]
     return markdown("board", words, [*sheets, *_claims(claims)])
 
@@ -218,8 +211,7 @@ def page(methods: pd.DataFrame, claims: pd.DataFrame, left_out: Sequence[str]) -
 def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
     """README's table at each length: its methods in its order, a ratio for each model, and answers
     where questions were asked."""
-    budget, labels = SAYS["readme"]["budget"], SAYS["readme"]["methods"]
-    methods = methods[methods["asked_budget"] == budget]
+    methods = methods[methods["asked_budget"] == SAYS["readme"]["budget"]]
     first = first_board(methods)
     full = first[(first["method"] == "full") & first["answers"].notna()]
     of_answers = "Answers: the full cache was not asked."
@@ -230,24 +222,26 @@ def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
             f"contexts; the full cache has {metrics.ANSWERS.show(asked['answers'])} % right."
         )
     for _, of_length in methods.groupby("seq_len"):
-        here = first_board(of_length).drop_duplicates("label").set_index("label", drop=False)
+        by_label = of_length.drop_duplicates(["over", "label"]).set_index("label", drop=False)
+        here = first_board(by_label)
         compared = here[here["apart"] == ""]
-        rows = here.loc[[label for label in labels if label in here.index]]
+        rows = here.loc[[label for label in SAYS["readme"]["methods"] if label in here.index]]
         if rows.empty or compared.empty:
             continue
-        cells = _shown(rows, metrics.LABEL) | _shares(rows) | {metrics.RATIO.heading: _ratios(rows)}
-        for model, of_model in of_length[of_length["over"] != ALL_MODELS].groupby(
-            "over", sort=False
-        ):
-            ratios = of_model.drop_duplicates("label").set_index("label")["ratio"]
-            shown = ratios.reindex(rows.index).map(show_ratio, na_action="ignore")
-            cells[f"on {model}"] = shown.fillna(MISSING)
-        coded = here.reindex([f"{label} + int8" for label in rows.index])
-        cells[f"over rows of 8 bits: {metrics.RATIO.heading}"] = _ratios(coded)
+        table, notes = (
+            _table(rows, f"label {OF_SHARES} ratio"),
+            [_counts(compared.iloc[0]), of_answers],
+        )
+        of_models = by_label[by_label["over"] != ALL_MODELS]
+        for model, of_model in of_models.groupby("over", sort=False):
+            ratios = of_model["ratio"].reindex(rows.index).map(show_ratio, na_action="ignore")
+            table[f"on {model}"] = ratios.fillna(MISSING)
+        coded = here.reindex(rows["label"] + " + int8")
+        table[f"over rows of 8 bits: {metrics.RATIO.heading}"] = _ratios(coded)
         if rows["answers"].notna().any():
-            cells[metrics.ANSWERS_DIFFERENCE.heading] = _differences(rows)
-        title = f"README rows: {_setting(rows.iloc[0])}"
-        yield _sheet(title, cells, [_counts(compared.iloc[0]), of_answers])
+            table[metrics.ANSWERS_DIFFERENCE.heading] = _differences(rows)
+            notes += _notes_on_answers(rows)
+        yield _sheet(f"README rows: {_setting(rows.iloc[0])}", table, notes)
 
 
 def _by_memory(rows: pd.DataFrame) -> Iterator[Sheet]:
@@ -255,15 +249,12 @@ def _by_memory(rows: pd.DataFrame) -> Iterator[Sheet]:
     the device, with the fronts."""
     whole = rows[is_whole(rows)].assign(traffic=traffic)
     for seq_len, found in whole.sort_values("traffic", kind="stable").groupby("seq_len"):
-        cells = _shown(found, metrics.LABEL)
-        cells["asked"] = found["asked_budget"].map(_budget)
-        cells |= _shown(found, TRAFFIC)
-        cells[metrics.RESIDENT_FRAC.heading] = _ranges(found, metrics.RESIDENT_FRAC)
-        cells |= _steps(found) | _shown(found, metrics.KL, COLUMNS["front"])
+        table = _table(found, "label traffic resident_frac step_s kl_nats front")
+        table.insert(1, "asked", found["asked_budget"].map(_budget))
         limits = {"equal": 100 * EQUAL, "same_step": 100 * SAME_STEP}
         words = note("memory", costs=", ".join(COSTS), **limits)
         title = f"by memory, windows of {seq_len:,.0f} tokens"
-        yield _sheet(title, cells, [words, *_notes_on_steps(found)])
+        yield _sheet(title, table, [words, *_notes_on_steps(found)])
 
 
 def _claims(claims: pd.DataFrame) -> Iterator[Sheet]:
@@ -271,16 +262,16 @@ def _claims(claims: pd.DataFrame) -> Iterator[Sheet]:
     lines = []
     for _, rows in claims.groupby(["number", "seq_len"], sort=False, dropna=False):
         together = rows.iloc[0]  # over all models
-        is_kl, ends = together["of"] == "KL", together[["mean", "low", "high"]].astype(float)
-        number = (
-            show_interval(show_ratio, *np.exp(ends)) if is_kl else show_interval(show_points, *ends)
-        )
-        is_judged = together["verdict"] in VERDICTS
+        words, ends = together["verdict"], together[["mean", "low", "high"]].astype(float)
+        if words in VERDICTS and together["of"] == "KL":
+            words += f": {show_interval(show_ratio, *np.exp(ends))}"
+        elif words in VERDICTS:
+            words += f": {show_interval(show_points, *ends)}"
         line = {
             "claim": together["claim"],
             "budget (%)": metrics.ASKED_BUDGET.show(together["asked_budget"]),
             "windows (tokens)": metrics.SEQ_LEN.show(together["seq_len"] or math.nan),
-            f"{ALL_MODELS} together": together["verdict"] + (f": {number}" if is_judged else ""),
+            f"{ALL_MODELS} together": words,
             "count": COLUMNS["count"].show(together["count"]),
         }
         of_models = rows[rows["over"] != ALL_MODELS]
@@ -288,12 +279,11 @@ def _claims(claims: pd.DataFrame) -> Iterator[Sheet]:
         for verdict in VERDICTS:
             models = of_models.loc[of_models["verdict"] == verdict, "over"]
             is_all = len(models) == len(of_models) > 1
-            words = f"all {len(models)} models" if is_all else ", ".join(models)
-            line[f"{verdict} on"] = words or MISSING
+            listed = f"all {len(models)} models" if is_all else ", ".join(models)
+            line[f"{verdict} on"] = listed or MISSING
         lines.append(line)
     if lines:
-        table = pd.DataFrame(lines)
-        yield _sheet("claims", table.to_dict("list"))
+        yield _sheet("claims", pd.DataFrame(lines))
 
 
 # A terminal, and the sentence of the report
@@ -311,19 +301,16 @@ def printed(methods: pd.DataFrame) -> str:
     closest = found[~is_own].index[: max(0, MAX_ROWS - is_own.sum())]
     shown = found[is_own | found.index.isin(closest)]
     marked, of_own = _mark_own(shown)
-    cells: Cells = {
-        "method": marked["label"],
-        "rank": _places(shown, "-"),
-        metrics.RATIO.heading: _ratios(shown),
-        "answers": _answers(shown)[metrics.ANSWERS_DIFFERENCE.heading],
-    }
-    cells |= {heading: _ranges(shown, share, "-") for heading, share in SHARES.items()}
+    table = pd.DataFrame({"method": marked["label"], "rank": _places(shown, "-")})
+    table[metrics.RATIO.heading], table["answers"] = _ratios(shown), _differences(shown)
+    for heading, share in SHARES.items():
+        table[heading] = _ranges(shown, share, "-")
     words = "Brackets: 95 % intervals. Answers: minus the full cache's, in points."
     notes = [words, _counts(found.iloc[0]), *_notes_on_answers(shown), *of_own]
     if len(shown) < len(found):
         which = ", the closest and one's own" if 0 < is_own.sum() < len(found) else ", the closest"
         notes.append(f"{len(shown)} of {len(found)} methods{which}.")
-    sheet = _sheet(f"board, {_setting(found.iloc[0])}", cells, notes)
+    sheet = _sheet(f"board, {_setting(found.iloc[0])}", table, notes)
     return f"{printed_sheet(sheet)}\n\n{wrapped(said(methods))}"
 
 
@@ -353,6 +340,6 @@ def said(methods: pd.DataFrame) -> str:
         f"oracle, {(found['ratio_low'] > 1).sum()} certainly farther."
     ]
     table = pd.DataFrame({"label": found["label"], "place": _places(found), "ratio": ratios})
-    for row in table[is_own & ~is_own.all()].itertuples():
+    for row in table[is_own].itertuples() if not is_own.all() else ():
         sentences.append(f"{row.label}: rank {row.place}, KL {row.ratio} times the oracle's.")
     return " ".join(sentences)

@@ -92,7 +92,7 @@ def _by_board(rows: pd.DataFrame, boards: Mapping[str, list[str]]) -> pd.DataFra
     """The rows of each board. counts: whether means go over their model. What the first board has
     on other models only says what a method lacks."""
     words = pd.CategoricalDtype(list(boards))
-    parts = []
+    parts: list[pd.DataFrame] = []
     for over, models in boards.items():
         here = rows.assign(
             over=pd.Series(over, rows.index, words), counts=rows["model"].isin(models)
@@ -182,7 +182,7 @@ def _in_words(dense_layers: pd.Series) -> str:
 def _ratios(found: pd.DataFrame) -> pd.DataFrame:
     """The columns of a ratio, from estimates of its logarithm."""
     ends = found[ENDS].set_axis(["ratio", "ratio_low", "ratio_high"], axis=1)
-    return np.exp(ends).join(found["degrees"])
+    return ends.apply(np.exp).join(found["degrees"])
 
 
 # Why a method is not compared

@@ -104,8 +104,9 @@ def update(results_dir: str | Path, experiment: str) -> Path:
 
             records = [record for record, _ in pairs]
             for name, of_table in board_evidence.evidence_of(records).items():
-                rows = of_table.astype(object).where(of_table.notna(), None).to_dict("records")
-                _join(folder / f"{name}.csv", board_evidence.SHAPES[name], rows)
+                of_frame: Any = of_table.astype(object).where(of_table.notna(), None)
+                own = of_frame.to_dict("records")
+                _join(folder / f"{name}.csv", board_evidence.SHAPES[name], own)
     return path
 
 
