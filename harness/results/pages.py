@@ -283,9 +283,9 @@ def _headings(frame: pd.DataFrame) -> dict[Key, str]:
         of_column = frame.groupby(KEY)[condition.name].agg(["min", "max", "count", "size"])
         is_shared = of_column["min"].eq(of_column["max"]) & of_column["count"].eq(of_column["size"])
         shared = of_column["min"][is_shared]
-        if shared.nunique() > 1:
-            for key, value in shared.items():
-                found[key] += f", {condition.phrase.format(value)}"
+        for key in found if shared.nunique() > 1 else ():
+            if key in shared.index:
+                found[key] += f", {condition.phrase.format(shared[key])}"
     return found
 
 
@@ -317,7 +317,8 @@ def _latency(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
 def _capacity(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
     shown = [column for column in columns.CAPACITY if column.name in SHOWN_OF_CAPACITY]
     largest = frame[frame["batch_size"].eq(frame["largest_batch"])]
-    for (context, memory), group in largest.groupby(["context", "memory_bytes"]):
+    for _, group in largest.groupby(["context", "memory_bytes"]):
+        context, memory = group[["context", "memory_bytes"]].iloc[0]
         rows, notes = _told_apart(group.assign(line=range(len(group)), own=group["settings"]))
         words = f"{title}: {context:,.0f} tokens a sequence, {memory / metrics.GIB:.4g} GiB"
         yield Sheet(words, texts_of(rows, shown).assign(wall=rows["wall"]), notes)
@@ -330,7 +331,8 @@ def _analysis(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
     """Series that several runs have stand in a table for each."""
     of_series = frame.groupby(["metric", "x_name", "series"])["run_id"]
     repeat = of_series.transform(lambda runs: pd.factorize(runs)[0])
-    for (metric, x_name, _), rows in frame.groupby(["metric", "x_name", repeat], sort=False):
+    for _, rows in frame.groupby(["metric", "x_name", repeat], sort=False):
+        metric, x_name = rows[["metric", "x_name"]].iloc[0]
         shown = quantity(metric)
         by = f", by {x_name.replace('_', ' ')}" if x_name else ""
         yield Sheet(f"{title}: {shown.heading}{by}", _by_series(rows, shown))
