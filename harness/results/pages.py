@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import pandas as pd
 
@@ -66,25 +67,26 @@ SHOWN_OF_CAPACITY = (
 """Columns of a method's largest batch that a page shows."""
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
+Rows = pd.DataFrame | Sequence[columns.TableRow]
 PUBLISHED_HEADER = ["model", "series", "x_name", "x", "metric", "value", "kind"]
 
 
-def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
+def sheets_of(rows: Rows) -> Iterator[Sheet]:
     """The sheets of a table: one per model and source; none for the plain tables behind the board.
 
     Chunks of texts stand below whole ones, each quantity of an analysis apart. One's own runs among
     shipped ones are marked.
     """
-    frame = as_frame(frame)
+    frame = as_frame(rows)
     shape = shape_of(frame.columns)
     if frame.empty or shape in board_sources.SHAPES.values():
         return
     if shape in board_page.SHEETS:
         csv_lines = csv.DictReader(io.StringIO(columns.csv_of(frame, shape)))
-        rows, notes = [*map(columns.typed, csv_lines)], []
+        of_board, notes = [*map(columns.typed, csv_lines)], list[str]()
         if shape != "board":
-            rows, notes = mark_own_rows(rows, "label")
-        for sheet in board_page.SHEETS[shape](rows):
+            of_board, notes = mark_own_rows(of_board, "label")
+        for sheet in board_page.SHEETS[shape](of_board):
             yield sheet._replace(notes=[*sheet.notes, *notes])
         return
     for title, of_title in frame.groupby(_titles(frame), sort=False):
@@ -93,15 +95,15 @@ def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
             yield sheet._replace(notes=[*sheet.notes, *notes])
 
 
-def as_frame(rows):
-    if isinstance(rows, pd.DataFrame):
-        names = columns.names(columns.TABLES[shape_of(rows.columns)])
-        return rows.reindex(columns=list(dict.fromkeys([*names, *rows])))
-    if not rows:
-        return pd.DataFrame()
-    shape = columns.TABLES[shape_of(rows[0])]
-    frame = columns.read_frame(io.StringIO(columns.render_csv(shape, rows)))
-    return frame.reindex(columns=dict.fromkeys([*columns.names(shape), *frame]))
+def as_frame(rows: Rows) -> pd.DataFrame:
+    """A table's rows as a frame with all columns of its shape, until all tables are frames."""
+    if not isinstance(rows, pd.DataFrame):
+        if not rows:
+            return pd.DataFrame()
+        text: Any = io.StringIO(columns.render_csv(columns.TABLES[shape_of(rows[0])], rows))
+        rows = columns.read_frame(text)
+    names = columns.names(columns.TABLES[shape_of(rows.columns)])
+    return rows.reindex(columns=list(dict.fromkeys([*names, *rows])))
 
 
 def _titles(frame: pd.DataFrame) -> pd.Series:
@@ -113,9 +115,9 @@ def _titles(frame: pd.DataFrame) -> pd.Series:
     return timed.mask(frame["source"].eq("modelled"), modelled)
 
 
-def render_markdown(name: str, frame: pd.DataFrame) -> str:
+def render_markdown(name: str, rows: Rows) -> str:
     """The whole `.md` file of a table, with published numbers at its end."""
-    frame = as_frame(frame)
+    frame = as_frame(rows)
     shape = "accuracy" if frame.empty else shape_of(frame.columns)
     sheets = list(sheets_of(frame))
     published = [row for row in columns.published_rows() if row["figure"] == name]
@@ -125,21 +127,22 @@ def render_markdown(name: str, frame: pd.DataFrame) -> str:
     return markdown(name, note(shape, max_columns=MAX_COLUMNS), sheets)
 
 
-def render_modelled(figure: str, frame: pd.DataFrame) -> str:
+def render_modelled(figure: str, rows: Rows) -> str:
     """The whole `.md` file of the cost model's predictions of a figure."""
-    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(frame))
+    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(rows))
 
 
-def render_terminal(frame: pd.DataFrame) -> str:
+def render_terminal(rows: Rows) -> str:
     """A table for a terminal, with the most important columns; "" without rows."""
-    if not isinstance(frame, pd.DataFrame):
-        by_shape = columns.grouped(frame, shape_of)
+    if not isinstance(rows, pd.DataFrame):
+        by_shape = columns.grouped(rows, shape_of)
         return "\n\n".join(map(render_terminal, map(as_frame, by_shape.values())))
+    frame = rows
     if frame.empty:
         return ""
     shape = shape_of(frame.columns)
     if shape == "accuracy":
-        texts = in_terminal(frame)
+        texts: Iterable[str] = in_terminal(as_frame(frame))
     else:
         brief = frame.drop(columns=NOT_BRIEF, errors="ignore") if shape == "latency" else frame
         texts = map(_timed, sheets_of(brief))
@@ -396,9 +399,11 @@ def in_terminal(frame: pd.DataFrame) -> Iterator[str]:
         yield "\n\n".join(filter(None, [terminal(sheet._replace(notes=notes)), _said(rows)]))
 
 
-def said(frame: pd.DataFrame) -> str:
+def said(rows: Rows) -> str:
     """What accuracy rows show in sentences, a paragraph for each table of theirs."""
-    return "\n\n".join(filter(None, (_said(rows) for _, rows in figures_of(frame))))
+    return "\n\n".join(
+        filter(None, (_said(of_figure) for _, of_figure in figures_of(as_frame(rows))))
+    )
 
 
 # Which runs make a table
@@ -411,7 +416,6 @@ def figures_of(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     Rows are those of `lines_of`, one column of the table after the other, each with the `name` of
     its line, and `said`, as sentences name it.
     """
-    frame = as_frame(frame)
     whole = frame[~frame["task"].str.endswith("]")]
     for model, of_model in whole.groupby("model", sort=False):
         parts: list[pd.DataFrame] = []

@@ -62,12 +62,13 @@ class Sheet(NamedTuple):
     @property
     def header(self) -> list[str]:
         """The headings."""
-        return list(self.table)
+        return list(map(str, self.table))
 
     @property
     def lines(self) -> list[list[str]]:
         """The cells of each line."""
-        return self.table.to_numpy().tolist()
+        lines: list[list[str]] = self.table.to_numpy().tolist()
+        return lines
 
 
 def sheet_of(
