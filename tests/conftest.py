@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
+from harness.results import inputs
 from tests.hub_standin import Hub, serving
 
 RESOLVE = "/{repo_id}/resolve/{revision}/{filename}"
@@ -178,7 +179,8 @@ def own_folder(monkeypatch, tmp_path) -> Iterator[Path]:
 
 
 def forget(folder: Path, names: Iterable[str]) -> None:
-    """Let modules that lie in a folder be imported anew."""
+    """Let modules that lie in a folder be imported anew, and what is kept of sources be read anew."""
+    inputs.source_line.cache_clear()
     for name in names:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
             del sys.modules[name]

@@ -27,7 +27,7 @@ from harness.results.columns import (
     values,
     where,
 )
-from harness.results.record import Record, damage_told, in_words
+from harness.results.record import Record, in_words
 from harness.results.samples import FULL, is_full
 from harness.settings.kinds import OF_CODECS
 from harness.settings.paths import COMMAND, models_beside, table_to_read
@@ -41,10 +41,7 @@ ACC = "acc"
 
 
 def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
-    """The rows of finished records, by table; of two runs of one identity the newer counts.
-
-    A damaged record is left out with a warning that names it.
-    """
+    """The rows of finished records, by table; of two runs of one identity the newer counts."""
     runs: dict[str, dict[tuple[Any, ...], list[TableRow]]] = {name: {} for name in SHAPES}
     by_age = sorted(records, key=lambda record: record["started"])
     labels = {}
@@ -54,10 +51,8 @@ def rows_of_records(records: Iterable[Record]) -> dict[str, list[TableRow]]:
     for record in by_age:
         table = TABLE_OF_KIND.get(record["kind"], TEXTS)
         shape = SHAPES[table]
-        with damage_told(record, f"left out of {table}"):
-            rows = list(_rows(record, table, labels))
-            columns.check(columns.TABLES[shape], rows)
-            runs[table] |= grouped(rows, partial(identity, shape))
+        rows = list(_rows(record, table, labels))
+        runs[table] |= grouped(rows, partial(identity, shape))
     found = {}
     for table, of_table in runs.items():
         found[table] = list(itertools.chain.from_iterable(of_table.values()))

@@ -243,7 +243,7 @@ def _wide(
 
 def _accuracy(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
     """Whole tasks and texts, then chunks of texts, then each task with needles by their depth."""
-    is_part, is_depth = frame["task"].str.endswith("]"), frame["task"].str.endswith(" %]")
+    is_part, is_depth = columns.are_parts(frame), columns.are_depths(frame)
     is_length = _unfiltered(frame).isin(LENGTHS)
     is_length &= ~is_part & (frame["task"][~is_part].nunique() > 1)
     for words, rows in (
@@ -416,7 +416,7 @@ def figures_of(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     Rows are those of `lines_of`, one column of the table after the other, each with the `name` of
     its line, and `said`, as sentences name it.
     """
-    whole = frame[~frame["task"].str.endswith("]")]
+    whole = frame[~columns.are_parts(frame)]
     for model, of_model in whole.groupby("model", sort=False):
         parts: list[pd.DataFrame] = []
         for _, of_experiment in of_model.groupby("experiment", sort=False):

@@ -728,14 +728,6 @@ def test_a_timed_record_becomes_a_step_under_the_name_of_its_method(tmp_path):
     assert (row["link_bytes"], row["late_bytes"], row["budget"]) == (1000, 500, 0.09)
 
 
-def test_a_record_that_is_damaged_is_left_out_and_named(tmp_path, caplog):
-    save_windows(tmp_path, "method=h2o")
-    save_windows(tmp_path, "method=streaming", kl=("much",))
-    tables.update(tmp_path, "board")
-    assert {row["label"] for row in read_table(tmp_path / "tables" / f"{TEXTS}.csv")} == {"H2O"}
-    assert "damaged record" in caplog.text and "left out of board-texts" in caplog.text
-
-
 def test_a_run_replaces_its_shipped_windows_and_no_others(tmp_path):
     shipped = [
         window_rows("smollm2-135m", 4, [label], method=method, settings="")
