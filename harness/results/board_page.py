@@ -27,10 +27,12 @@ from harness.results.sheet import (
     MAX_ROWS,
     SHARES,
     Sheet,
+    alike_in_title,
     mark_own,
     markdown,
     note,
     show_range,
+    terminal,
     wrapped,
 )
 
@@ -302,7 +304,7 @@ def printed(methods: pd.DataFrame) -> str:
         which = ", the closest and one's own" if 0 < is_own.sum() < len(found) else ", the closest"
         notes.append(f"{len(shown)} of {len(found)} methods{which}.")
     sheet = Sheet(f"board, {_setting(found.iloc[0])}", table, notes)
-    return f"{printedSheet(sheet)}\n\n{wrapped(said(methods))}"
+    return f"{terminal(alike_in_title(sheet))}\n\n{wrapped(said(methods))}"
 
 
 def shortest(methods: pd.DataFrame) -> pd.DataFrame:
