@@ -37,29 +37,30 @@ def budget(methods: pd.DataFrame) -> Figure | None:
     if rows.asked_budget.nunique() < 2:
         return None
     rows = rows.assign(name=rows.label, x=100 * rows.asked_budget, y=rows.kl_nats, stderr=np.nan)
-    figure, (axes,) = style.new(1, panel_inches=BUDGET_INCHES)
-    style.draw_lines(axes, rows)
     labels = rows.groupby("label").ratio.min().sort_values().index
     shifts = pd.Series(np.linspace(-SPREAD, SPREAD, len(labels)), labels)
-    for label, line in rows[rows.ratio_low.notna()].groupby("label"):
-        oracles = line.kl_nats / line.ratio
-        below = line.kl_nats - oracles * line.ratio_low
-        above = oracles * line.ratio_high - line.kl_nats
-        beside = line.x * np.exp(shifts[label])  # where a bar hides no other
-        like: Any = {"color": style.look(label).color, "fmt": "_", "markersize": 3}
-        axes.errorbar(beside, line.y, [below, above], elinewidth=0.8, **like)
-    style.log_x(axes)
-    style.log_y(axes)
-    ticks = sorted(set(rows.x))
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set(xlabel=style.BUDGET_AXIS, ylabel=style.KL_AXIS)
-    style.mark_own(axes, rows)
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        style.draw_lines(axes, panel)
+        for label, line in panel[panel.ratio_low.notna()].groupby("label"):
+            oracles = line.kl_nats / line.ratio
+            below = line.kl_nats - oracles * line.ratio_low
+            above = oracles * line.ratio_high - line.kl_nats
+            beside = line.x * np.exp(shifts[label])  # where a bar hides no other
+            like: Any = {"color": style.look(label).color, "fmt": "_", "markersize": 3}
+            axes.errorbar(beside, line.y, [below, above], elinewidth=0.8, **like)
+        style.log_x(axes)
+        style.log_y(axes)
+        ticks = sorted(set(panel.x))
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set(xlabel=style.BUDGET_AXIS, ylabel=style.KL_AXIS)
+
     many = "over models, as drawn from many" if rows.num_models.max() > 1 else "over places"
     counts = f"{rows.num_models.max():.0f} models, {rows.num_windows.max():.0f} windows"
     shown = f"{counts} of {rows.seq_len.max():,.0f} tokens: geometric mean"
-    bars_are = f"bars: 95 % interval of the ratio to the oracle's KL, {many}"
-    return style.finish(figure, f"{shown}; {bars_are}, beside its marker")
+    bars = f"bars: 95 % interval of the ratio to the oracle's KL, {many}, beside its marker"
+    return style.draw_panels([("", rows, draw)], f"{shown}; {bars}", panel_inches=BUDGET_INCHES)
 
 
 def _first_board(rows: pd.DataFrame) -> pd.DataFrame:

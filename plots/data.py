@@ -126,16 +126,6 @@ def whole_texts(table: pd.DataFrame) -> pd.DataFrame:
     return table[~table.task.str.endswith("]")]
 
 
-def pivot(frame: pd.DataFrame, index: str, value: str) -> pd.DataFrame:
-    """A row per value of `index`, a column per label; NaN where the table has no row.
-
-    Raises:
-        UserError: two rows for one value and label.
-    """
-    refuse_repeats(frame, [index, "label"])
-    return frame.pivot(index=index, columns="label", values=value)
-
-
 def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
     """Refuse two rows for one mark of a figure, since neither is better than the other."""
     repeated = frame[frame.duplicated(list(key), keep=False)]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -49,13 +50,12 @@ def _draw_pairs(axes: Axes, panel: pd.DataFrame) -> None:
     distance = (skewed["budget"] - skewed.budget_wanted).abs()
     nearest = skewed.loc[distance.sort_values(kind="stable").index].drop_duplicates("pair")
     pairs = pd.concat([unskewed, nearest])
-    groups = []
-    for _, pair in pairs.groupby("pair"):
+    ticks = {}
+    for number, pair in pairs.groupby("pair"):
         budgets = sorted({f"{100 * budget:.0f}" for budget in pair["budget"]}, key=int)
         samples = data.describe(pair.iloc[0], ["num_samples"])
-        groups.append(f"{pair.task.iloc[0]}\nread {' / '.join(budgets)} %\n{samples}")
-    values, errors = (data.pivot(pairs, "pair", name) for name in ("value", "stderr"))
-    style.grouped(axes, values, errors=errors, groups=groups)
+        ticks[number] = f"{pair.task.iloc[0]}\nread {' / '.join(budgets)} %\n{samples}"
+    style.bars(axes, pairs.assign(group=pairs.pair), tick=ticks.get)
     # The full cache's KL to itself is 0.
     full = panel[(panel.label == style.FULL) & (panel.metric == "acc")]
     full = full[[*asked, "value"]].merge(unskewed[[*asked, "pair"]], on=asked)
@@ -155,19 +155,21 @@ def _draw_pools(axes: Axes, panel: pd.DataFrame, published: pd.DataFrame) -> Non
     """A bar per pool, the full cache, and the paper's numbers where the setup is the paper's."""
     own = panel[panel.metric == "perplexity"]
     data.refuse_repeats(own, ["label"])
-    own = own.set_index("pool")
-    pools = list(dict.fromkeys([*POOLS.values(), *own.index]))
-    if len(own):
-        pools = [pool for pool in pools if pool in own.index]
-    groups = [pool.replace(" % ", " %\n").replace(" (", "\n(") for pool in pools]
-    found = style.bars_of_one(axes, own.reindex(pools), name=NAME, groups=groups)
+    rows = own if len(own) else published.assign(pool=published.x, value=np.nan)
+    in_order = [*POOLS.values(), *rows.pool]
+    rows = rows.sort_values("pool", key=lambda pools: pools.map(in_order.index))
+    centres = style.bars(axes, rows.assign(group=rows.pool, label=NAME), tick=_in_lines)
     style.full_lines(axes, panel[panel.metric == "perplexity_full"])
     if ((panel.task == "wikitext2") & (panel.seq_len == 2048)).all():
-        style.mark_published(axes, found, pools, published)
+        style.mark_published(axes, centres, published)
     axes.margins(y=0.1)
     # With the artifact's evictions there are seven ticks.
     axes.tick_params(axis="x", labelsize=5.5)
     axes.set(xlabel="KV pool, of the sequence", ylabel="perplexity", ylim=(0, None))
+
+
+def _in_lines(pool: str) -> str:
+    return pool.replace(" % ", " %\n").replace(" (", "\n(")
 
 
 def choices(table: pd.DataFrame) -> Figure | None:
@@ -184,7 +186,7 @@ def choices(table: pd.DataFrame) -> Figure | None:
         data.refuse_repeats(panel, ["label"])
         changed = panel.label.str.removeprefix(NAME).str.removeprefix(", ")
         groups = changed.replace("", "default").str.replace(", ", ",\n")
-        style.bars_of_one(axes, panel, name=NAME, groups=list(groups))
+        style.bars(axes, panel.assign(group=groups, label=NAME))
         for text in axes.get_xticklabels():
             text.set(rotation=40, ha="right", rotation_mode="anchor")
         if panel.metric.iloc[0] == "perplexity":

@@ -56,17 +56,19 @@ def fig14(table: pd.DataFrame) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         points = data.published("fig14", "total_latency", panel, PAPER["fig14"])
-        found = _stacked_times(axes, panel, points, in_legend=False)
-        style.name_bars(axes, (x[0] for x in found.values()), found)
-        axes.bar([], [], label=DECODE, color=style.GREY)
-        marked = points[points.series.isin(found)].set_index("series").value
+        centres = _stacked_times(axes, panel, label="_decode")
+        style.mark_published(axes, centres, points)
+        tops = centres.iloc[0]
+        style.name_bars(axes, tops, tops.index)
+        axes.bar(0, 0, 0, label=DECODE, color=style.GREY)
+        marked = points[points.series.isin(tops.index)].set_index("series").value
         near = NEAR * max([panel.total_s.max(), *marked])
         for row in panel.dropna(subset="total_s").itertuples():
             words = f"{row.total_s:,.1f}" if row.total_s < TEN else f"{row.total_s:,.0f}"
             top, rise = row.total_s, 1.5
             if abs(marked.get(row.label, math.inf) - top) < near:  # it would hide the number
                 top, rise = max(top, marked[row.label]), MARKER_POINTS
-            at = found[row.label][0], top
+            at = tops[row.label], top
             axes.annotate(words, at, (0, rise), textcoords="offset points", **VALUE)
 
     return _draw_timed(table, data.TIMED_SETUP, draw)
@@ -80,7 +82,8 @@ def fig15(table: pd.DataFrame) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         rates = data.published("fig15", "tokens_per_s", panel, PAPER["fig15"])
-        _stacked_times(axes, panel, rates.assign(value=rates.x * 128 / rates.value))
+        seconds = rates.assign(value=rates.x * 128 / rates.value)
+        style.mark_published(axes, _stacked_times(axes, panel), seconds)
         axes.set_xlabel("batch size (sequences)")
 
     return _draw_timed(table, ("model", "platform", "source", "prompt_len", "gen_len"), draw)
@@ -88,11 +91,11 @@ def fig15(table: pd.DataFrame) -> Figure | None:
 
 def fig16a(table: pd.DataFrame) -> Figure | None:
     """Speedup over offload by total length."""
-    table = table.assign(total_len=table.prompt_len + table.gen_len)
-    table = table.sort_values("total_len", kind="stable")
+    table = table.assign(group=table.prompt_len + table.gen_len)
+    table = table.sort_values("group", kind="stable")
     setup = ("model", "platform", "source", "batch_size", "gen_len")
     words = "prompt + generated tokens"
-    return _draw_speedups("fig16a", table, setup, index="total_len", words=words, group="{:,.0f}")
+    return _draw_speedups("fig16a", table, setup, words=words, tick="{:,.0f}")
 
 
 def fig16b(table: pd.DataFrame) -> Figure | None:
@@ -103,8 +106,9 @@ def fig16b(table: pd.DataFrame) -> Figure | None:
     """
     billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
     table = table.iloc[billions.argsort(kind="stable")]
+    table = table.assign(group=table.model)
     setup = ("platform", "source", "batch_size", "prompt_len", "gen_len")
-    return _draw_speedups("fig16b", table, setup, index="model", words="model", group="{}")
+    return _draw_speedups("fig16b", table, setup, words="model", tick="{}")
 
 
 def fig18(table: pd.DataFrame) -> Figure | None:
@@ -120,15 +124,15 @@ def fig18(table: pd.DataFrame) -> Figure | None:
         for segment in metrics.SEGMENTS:
             height = segment.factor * rows[segment.name].fillna(0)  # of one that a method lacks
             color, hatch = SEGMENTS[segment.name]
-            like = style.Look(color, "", "", hatch).of_bar | {"label": segment.words}
-            axes.bar(range(len(rows)), height, 0.7, bottom=bottom, **like)
+            look: Any = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+            axes.bar(range(len(rows)), height, 0.7, bottom=bottom, label=segment.words, **look)
             bottom += height
         style.name_bars(axes, range(len(rows)), rows.index)
         axes.grid(visible=False, axis="x")
         axes.set_ylabel("time per block and step (ms)")
-        found = {label: np.array([place]) for place, label in enumerate(rows.index)}
+        centres = pd.DataFrame(dict(zip(rows.index, range(len(rows)), strict=True)), [8])
         points = data.published("fig18", "block_latency", panel, PAPER["fig18"])
-        style.mark_published(axes, found, [PAPER["fig18"]["batch_size"]], points)
+        style.mark_published(axes, centres, points)
         # An empty segment on top of the tallest stack would end the axis there.
         axes.use_sticky_edges = False
         axes.set_ylim(bottom=0)
@@ -156,43 +160,33 @@ def _draw_timed(
     return style.draw_rows(in_order, (*setup, "zoom"), draw, note=note)
 
 
-def _stacked_times(
-    axes: Axes, panel: pd.DataFrame, points: pd.DataFrame, *, in_legend: bool = True
-) -> style.BarCentres:
+def _stacked_times(axes: Axes, panel: pd.DataFrame, **other: Any) -> pd.DataFrame:
     """Prefill seconds, light, below decode seconds, a group of bars per batch size.
 
-    The paper's totals stand on the bars.
+    other: settings of the upper bars. Returns the centres of the bars.
     """
-    prefill = data.pivot(panel, "batch_size", "ttft_s")
-    decode = data.pivot(panel, "batch_size", "decode_s")
-    batches = list(prefill.index)
-    groups = [f"{batch:.0f}" for batch in batches]
-    found, width = style.place_bars(axes, style.ordered(prefill.columns), groups)
-    for label, x in found.items():
-        words = label if in_legend else f"_{label}"
-        like = style.look(label).of_bar | {"label": words}
-        axes.bar(x, prefill[label], width, **style.PREFILL_BAR)
-        axes.bar(x, decode[label], width, bottom=prefill[label], **like)
+    rows = panel.sort_values("batch_size").assign(group=panel.batch_size)
+    upper = rows.assign(value=rows.decode_s, bottom=rows.ttft_s)
+    style.bars(axes, rows.assign(value=rows.ttft_s), **style.PREFILL_BAR)
     axes.set_ylabel("prefill + decode (s)")
-    style.mark_published(axes, found, batches, points)
-    return found
+    return style.bars(axes, upper, tick="{:.0f}".format, linewidth=0, **other)
 
 
 def _draw_speedups(
-    figure: str, table: pd.DataFrame, setup: Sequence[str], *, index: str, words: str, group: str
+    figure: str, table: pd.DataFrame, setup: Sequence[str], *, words: str, tick: str
 ) -> Figure | None:
-    """Offload's seconds over the label's in the same setup; None without rows but offload's.
+    """Offload's seconds over the label's in the same setup and group; None without rows but
+    offload's.
 
     Of prefill and decode together, as in the paper, and of decode alone. Without offload's row
     there is no speedup.
     """
 
     def draw(axes: Axes, panel: pd.DataFrame, time: str) -> None:
-        seconds = data.pivot(panel, index, time).loc[panel[index].unique()]
-        offload = seconds.get(BASE, pd.Series(math.nan, seconds.index))
-        speedup = seconds.rdiv(offload, axis=0).drop(columns=BASE, errors="ignore")
-        groups = list(map(group.format, speedup.index))
-        found = style.grouped(axes, speedup, groups=groups)
+        data.refuse_repeats(panel, ["group", "label"])
+        base = panel.group.map(panel[panel.label == BASE].set_index("group")[time])
+        speedups = panel.assign(value=base / panel[time])
+        centres = style.bars(axes, speedups[speedups.label != BASE], tick=tick.format)
         axes.axhline(1, color=style.GREY, linewidth=0.8)
         axes.set(xlabel=words, ylabel=TIMES[time])
         timed = panel[(panel.model == "opt-30b") & (panel.source != "modelled")]
@@ -200,7 +194,7 @@ def _draw_speedups(
         as_there = figure == "fig16a" or has_papers_share.all()
         if time == "total_s" and as_there:
             points = data.published(figure, "speedup_over_offload", panel, PAPER[figure])
-            style.mark_published(axes, found, list(speedup.index), points)
+            style.mark_published(axes, centres, points)
 
     table = table.groupby(list(setup)).filter(lambda rows: (rows.label != BASE).any())
     draws = [partial(draw, time=time) for time in TIMES]
@@ -213,22 +207,24 @@ def _draw_speedups(
 def disk(table: pd.DataFrame) -> Figure | None:
     """Two panels a model and batch: the median step by the context, with the step in memory as a
     line, and the bytes that a step reads."""
-    table = table.assign(
-        step_ms=1e3 * table.tpot_p50_s, step_mb=table.disk_read_bytes / (table.gen_len - 1) / 1e6
+    table = table.sort_values("prompt_len").assign(
+        group=table.prompt_len,
+        step_ms=1e3 * table.tpot_p50_s,
+        read_mb=table.disk_read_bytes / (table.gen_len - 1) / 1e6,
     )
 
-    def draw(axes: Axes, panel: pd.DataFrame, value: str, words: str) -> None:
-        values = data.pivot(panel, "prompt_len", value)
-        in_memory = values.pop(IDEAL) if IDEAL in values else None
-        style.grouped(axes, values, groups=[f"{length:,.0f}" for length in values.index])
-        if in_memory is not None and value == "step_ms":
-            places, half = np.arange(len(in_memory)), style.FILLED / 2
+    def draw(axes: Axes, panel: pd.DataFrame, column: str, words: str) -> None:
+        rows = panel.assign(value=panel[column]).dropna(subset="value")
+        centres = style.bars(axes, rows[rows.label != IDEAL], tick="{:,.0f}".format)
+        ideal = rows[rows.label == IDEAL]
+        if len(ideal):
+            places, half = centres.index.get_indexer(ideal.group), style.FILLED / 2
             line: Any = {"color": style.BLACK, "linestyle": "--", "linewidth": 1.4}
-            axes.hlines(in_memory, places - half, places + half, label=IDEAL, **line)
+            axes.hlines(ideal.value, places - half, places + half, label=IDEAL, **line)
         axes.set(xlabel="tokens of the prompt", ylabel=words)
 
-    times = partial(draw, value="step_ms", words="time of a step, median (ms)")
-    reads = partial(draw, value="step_mb", words="read from the disk in a step (MB)")
+    times = partial(draw, column="step_ms", words="time of a step, median (ms)")
+    reads = partial(draw, column="read_mb", words="read from the disk in a step (MB)")
     words = "median of the timed steps; ideal: the cache in memory"
     note = f"{words}; a disk reads whole blocks of 4 KiB"
     return style.draw_rows(table, ("model", "batch_size"), times, reads, note=note)

@@ -23,7 +23,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from plots.data import split
+from plots.data import refuse_repeats, split
 
 REGISTRY = yaml.safe_load(Path(__file__).with_name("registry.yaml").read_text(encoding="utf-8"))
 BUDGET_AXIS = "budget: share of the cache read (%)"
@@ -71,7 +71,8 @@ class Look(NamedTuple):
     @property
     def of_bar(self) -> dict[str, Any]:
         """Settings of a bar."""
-        return {"color": self.color, "hatch": self.hatch, "edgecolor": "white", "linewidth": 0}
+        look = {"color": self.color, "hatch": self.hatch}
+        return look | {"edgecolor": "white", "linewidth": 0.4}
 
 
 COLORS = REGISTRY["colors"]
@@ -95,7 +96,9 @@ OTHERS = [
 _given: dict[str, Look] = {}
 """The looks of `OTHERS` that labels have, while the figures of one folder are drawn."""
 
-PREFILL_BAR: Any = {"color": "#F2F2F2", "edgecolor": GREY, "linewidth": 0.5, "label": PREFILL}
+PREFILL_BAR: Any = {
+    "color": "#F2F2F2", "edgecolor": GREY, "linewidth": 0.5, "hatch": "", "label": PREFILL
+}  # fmt: skip
 HOLLOW: Any = {"linestyle": "", "markerfacecolor": "none", "markeredgecolor": BLACK}
 PUBLISHED_MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
 
@@ -162,21 +165,6 @@ def applied() -> AbstractContextManager[None]:
 # Panels
 
 
-def new(
-    num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES
-) -> tuple[Figure, list[Axes]]:
-    """A figure of at least one panel, at most three a row, with room above for the legend. One
-    panel is as wide as two."""
-    columns = 2 if num_panels == 4 else min(num_panels, 3)
-    rows = -(-num_panels // columns)
-    width, height = panel_inches
-    if num_panels == 1 and panel_inches == PANEL_INCHES:
-        width *= 2
-    figure = Figure(figsize=(columns * width, rows * height + 0.6), layout="constrained")
-    axes = [figure.add_subplot(rows, columns, index + 1) for index in range(num_panels)]
-    return figure, axes
-
-
 def draw_rows(
     rows: pd.DataFrame, setup: Sequence[str], *draws: DrawPanel, note: str = ""
 ) -> Figure | None:
@@ -194,15 +182,22 @@ def draw_rows(
 def draw_panels(
     panels: Sequence[Panel], note: str, *, panel_inches: tuple[float, float] = PANEL_INCHES
 ) -> Figure | None:
-    """A figure of these panels; None without any."""
+    """A figure of these panels, at most three a row, with room above for the legend; None without
+    any. One panel is as wide as two."""
     if not panels:
         return None
-    figure, all_axes = new(len(panels), panel_inches=panel_inches)
-    for axes, (title, frame, draw) in zip(all_axes, panels, strict=True):
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    width, height = panel_inches
+    if len(panels) == 1 and panel_inches == PANEL_INCHES:
+        width *= 2
+    figure = Figure(figsize=(columns * width, rows * height + 0.6), layout="constrained")
+    for place, (title, frame, draw) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1, title=title)
         draw(axes, frame)
-        axes.set_title(title)
         mark_own(axes, frame)
-    return finish(figure, note)
+    has_own = any(frame.own.any() for _, frame, _ in panels)
+    return finish(figure, f"{note}\n{OWN_NOTE}" if has_own else note)
 
 
 def mark_own(axes: Axes, rows: pd.DataFrame) -> None:
@@ -245,12 +240,6 @@ def finish(figure: Figure, note: str) -> Figure:
         shown = [handles[name] for name in names]
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
         figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
-    shown_words = list(names)
-    for axes in figure.axes:
-        ticks = (*axes.get_yticklabels(), *axes.get_xticklabels())
-        shown_words += [tick.get_text() for tick in ticks]
-    if any(text.endswith(OWN_MARK) for text in shown_words):
-        note = f"{note}\n{OWN_NOTE}"
     letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
     lines: list[str] = []
     for paragraph in note.split("\n"):
@@ -314,7 +303,7 @@ def budget_lines(axes: Axes, rows: pd.DataFrame, *, codecs: str) -> None:
     """
     methods = rows[rows.label != FULL]
     names = methods.label.where(~methods.label.str.fullmatch(WIDTH), codecs)
-    points = methods.assign(name=names, x=100 * methods["budget"], y=methods.value)
+    points = methods.assign(label=names, name=names, x=100 * methods["budget"], y=methods.value)
     asked = methods.settings.str.contains(ASKED)
     is_second = ~asked & asked.groupby(names).transform("any")
     draw_lines(axes, points[~is_second])
@@ -329,10 +318,9 @@ def log_y(axes: Axes, values: pd.Series | None = None) -> None:
 
     Given `values`, only where the largest is over `WIDE` times the smallest.
     """
-    if values is not None and not values.max() > WIDE * values.min():
-        return
-    axes.set_yscale("log")
-    _plain_numbers(axes.yaxis)
+    if values is None or values.max() > WIDE * values.min():
+        axes.set_yscale("log")
+        _plain_numbers(axes.yaxis)
 
 
 def log_x(axes: Axes) -> None:
@@ -410,6 +398,8 @@ def draw_names(axes: Axes, points: pd.DataFrame, names: Sequence[str], lengths: 
     for place, length in enumerate(lengths):
         words = f"texts of {length:,.0f} tokens"
         axes.plot([], [], marker="o", label=words, **grey | _face(place))
+    if points.is_apart.any():
+        axes.plot([], [], marker=APART, label="not compared", **grey)
 
 
 def _face(place: int) -> dict[str, Any]:
@@ -418,48 +408,29 @@ def _face(place: int) -> dict[str, Any]:
 
 # Bars
 
-BarCentres = dict[str, np.ndarray]
-"""By label, the x of its bar in each group."""
 
+def bars(
+    axes: Axes, rows: pd.DataFrame, *, tick: Callable[[Any], str] = str, **other: Any
+) -> pd.DataFrame:
+    """A bar for each row, those of a group beside one another in the order of legends.
 
-def place_bars(
-    axes: Axes, labels: Sequence[str], groups: Sequence[str]
-) -> tuple[BarCentres, float]:
-    """Place a bar per label into every group, and name the groups below the axis.
-
-    Returns the centres of the bars, and their width.
+    rows: columns group, label and value; where there are errors or stacks, stderr and bottom. tick:
+    the words below a group. other: settings that change a bar's look. Returns the centres of the
+    bars, a row per group and a column per label. Raises UserError for two rows for one bar.
     """
-    width = FILLED / len(labels)
-    centres = np.arange(len(groups))
-    axes.set_xticks(centres, groups)
-    axes.grid(visible=False, axis="x")
-    found = {}
+    refuse_repeats(rows, ["group", "label"])
+    labels, groups = ordered(rows.label), list(dict.fromkeys(rows.group))
+    places, width = np.arange(len(groups)), FILLED / len(labels)
+    centres = pd.DataFrame(index=groups)
     for number, label in enumerate(labels):
-        found[label] = centres + (number - (len(labels) - 1) / 2) * width
-    return found, width
-
-
-def grouped(
-    axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]
-) -> BarCentres:
-    """One bar per number of `values` (a row per group, a column per label); NaN is a gap."""
-    found, width = place_bars(axes, ordered(values.columns), groups)
-    for label, x in found.items():
-        stderr = None if errors is None else errors[label]
-        words: Any = {"yerr": stderr, "capsize": 2, "error_kw": {"elinewidth": 0.8}}
-        like = look(label).of_bar | {"linewidth": 0.4}
-        axes.bar(x, values[label], width, label=label, **words, **like)
-    return found
-
-
-def bars_of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) -> BarCentres:
-    """A bar with its standard error for each row, all in the look of the label `name`.
-
-    groups: the names of the bars.
-    """
-    values = rows[["value"]].set_axis([name], axis=1)
-    errors = rows[["stderr"]].set_axis([name], axis=1)
-    return grouped(axes, values, errors=errors, groups=groups)
+        centres[label] = places + (number - (len(labels) - 1) / 2) * width
+        own = rows[rows.label == label].set_index("group").reindex(groups)
+        words: Any = {"label": label, "capsize": 2, "error_kw": {"elinewidth": 0.8}}
+        words |= {"yerr": own.get("stderr"), "bottom": own.get("bottom")}
+        axes.bar(centres[label], own.value, width, **words | look(label).of_bar | other)
+    axes.set_xticks(places, [tick(group) for group in groups])
+    axes.grid(visible=False, axis="x")
+    return centres
 
 
 def name_bars(axes: Axes, x: Iterable[float], labels: Iterable[str]) -> None:
@@ -468,12 +439,10 @@ def name_bars(axes: Axes, x: Iterable[float], labels: Iterable[str]) -> None:
     axes.set_xticks([*x], names, rotation=35, ha="right")
 
 
-def mark_published(
-    axes: Axes, found: Mapping[str, np.ndarray], groups: Sequence[float | str], points: pd.DataFrame
-) -> None:
+def mark_published(axes: Axes, centres: pd.DataFrame, points: pd.DataFrame) -> None:
     """The paper's numbers as hollow markers on the bars of their series and group, by kind."""
     for point in points.itertuples():
-        if point.series in found and point.x in groups:
-            x = found[point.series][groups.index(point.x)]
+        if point.series in centres and point.x in centres.index:
+            at = centres.at[point.x, point.series]
             words, marker = f"{OF_PAPER}, {point.kind}", PUBLISHED_MARKERS[point.kind]
-            axes.plot(x, point.value, label=words, marker=marker, **HOLLOW)
+            axes.plot(at, point.value, label=words, marker=marker, **HOLLOW)
