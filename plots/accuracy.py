@@ -1,6 +1,6 @@
 """Figures of accuracy tables: by budget, by position in the text, by length."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -85,44 +85,46 @@ def fig19(table: pd.DataFrame) -> Figure | None:
     table = data.whole_texts(table)
     rows = table.join(table.label.str.extract(KEPT))
     rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
-    by_budget, by_length = rows[rows.kept.isna()], rows[rows.kept.notna()]
-    codecs = style.joined(by_budget.label)
+    by_length = rows.kept.notna()
+    rows = rows.assign(
+        length=rows.seq_len,
+        windows=rows.num_samples,
+        # These differ within a panel of lengths.
+        seq_len=rows.seq_len.mask(by_length),
+        num_samples=rows.num_samples.mask(by_length),
+        prefill_len=rows.prefill_len.mask(by_length, ""),
+    )
+    codecs = style.joined(rows.label[~by_length])
 
-    def draw_budgets(axes: Axes, panel: pd.DataFrame) -> None:
-        style.full_lines(axes, panel[panel.metric == "perplexity_full"])
-        style.budget_lines(axes, panel[panel.metric == "perplexity"], codecs=codecs)
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        if panel.kept.notna().all():
+            _draw_lengths(axes, panel)
+        else:
+            style.full_lines(axes, panel[panel.metric == "perplexity_full"])
+            style.budget_lines(axes, panel[panel.metric == "perplexity"], codecs=codecs)
+            axes.set_xlabel(style.BUDGET_AXIS)
         style.log_y(axes, panel.value)
-        axes.set(xlabel=style.BUDGET_AXIS, ylabel="perplexity")
+        axes.set_ylabel("perplexity")
 
-    panels: list[style.Panel] = []
-    notes = []
-    for half, setup, draw in (
-        (by_budget, TEXTS, draw_budgets),
-        (by_length, ("model", "task", "kept", "source"), _draw_lengths),
-    ):
-        if len(half):
-            shared, of_half = data.split(half, setup)
-            notes.append(shared)
-            panels += [(title, panel, draw) for title, panel in of_half]
-    note = "\n".join(notes) + f"; {style.error_note(rows)}"
-    if by_length.num_samples.eq(1).any():
+    note = style.error_note(rows)
+    if rows.windows[by_length].eq(1).any():
         note += " (n = 1: a single window has none)"
-    return style.draw_panels(panels, note)
+    in_order = pd.concat([rows[~by_length], rows[by_length]])
+    return style.draw_rows(in_order, (*TEXTS, "kept"), draw, note=note)
 
 
 def _draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
     full = panel[panel.metric == "perplexity_full"]
-    full = full.assign(name=style.FULL).drop_duplicates("seq_len")
+    full = full.assign(name=style.FULL).drop_duplicates("length")
     lines = pd.concat([full, panel[panel.metric == "perplexity"]])
-    style.draw_lines(axes, lines.assign(label=lines.name, x=lines.seq_len, y=lines.value))
-    windows = panel.groupby("seq_len").num_samples.max()
+    style.draw_lines(axes, lines.assign(label=lines.name, x=lines.length, y=lines.value))
+    windows = panel.groupby("length").windows.max()
     style.log2_x(axes, windows.index)
     ticks = [f"{length:,.0f}\nn = {count:.0f}" for length, count in windows.items()]
     axes.set_xticks(list(windows.index), ticks)
     axes.minorticks_off()
     axes.margins(x=0.1)
-    style.log_y(axes, panel.value)
-    axes.set(xlabel="tokens of the text", ylabel="perplexity")
+    axes.set_xlabel("tokens of the text")
 
 
 # By a share of the full cache
@@ -306,50 +308,38 @@ def ruler(table: pd.DataFrame) -> Figure | None:
     rows = rows.astype({"length": int, "begin": int, "end": int})
     rows = rows.assign(setup=_setups(rows))
     data.refuse_repeats(rows, ["label", "model", "setup", "task"])
-    distinct = rows[BAND].drop_duplicates().itertuples(index=False, name=None)
-    bands = sorted(distinct, key=lambda band: band[:2])
-    labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
     if rows.num_samples.median() < FEWEST:
         rows = _over_depths(rows)
-    num_depths = 100 // int((rows.end - rows.begin).min())
+    bands = rows[BAND].drop_duplicates().sort_values(["model", "setup"], kind="stable")
+    labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
+    depths = 100 // int((rows.end - rows.begin).min())
     width = len(labels) * (len(lengths) * TILE_INCHES[0] + 0.12) + 1.6
-    height = len(bands) * (num_depths * TILE_INCHES[1] + 0.2) + 0.9
+    height = len(bands) * (depths * TILE_INCHES[1] + 0.2) + 0.9
     figure = Figure(figsize=(width, height), layout="constrained")
-    shape = len(bands), len(labels)
-    panels = figure.subplots(*shape, squeeze=False, sharex=True, sharey=True)
-    models, setups, needles = (set(names) for names in zip(*bands, strict=True))
-    for (model, setup, needle), line in zip(bands, panels, strict=True):
-        of_band = rows[(rows[BAND] == (model, setup, needle)).all(axis=1)]
-        for label, axes in zip(labels, line, strict=True):
-            _draw_needles(axes, of_band[of_band.label == label], lengths, num_depths)
-        words = ["depth (%)" if num_depths > 1 else "all depths"]
-        parts = ((needle, needles), (setup, setups), (model, models))
-        for part, others in parts:
-            if part and len(others) > 1:
-                words.insert(0, part)
+    panels = figure.subplots(len(bands), len(labels), squeeze=False, sharex=True, sharey=True)
+    differing = [name for name in reversed(BAND) if bands[name].nunique() > 1]
+    for line, (_, band) in zip(panels, bands.iterrows(), strict=True):
+        of_band = rows[(rows[BAND] == band).all(axis=1)]
+        for axes, label in zip(line, labels, strict=True):
+            _draw_needles(axes, of_band[of_band.label == label], lengths, depths)
+        words = [band[name] for name in differing if band[name]]
+        words = [*reversed(words), "depth (%)" if depths > 1 else "all depths"]
         # The rows of one tile are too short for words along them.
-        upright = {} if num_depths > 1 else {"rotation": 0, "ha": "right", "va": "center"}
+        upright = {} if depths > 1 else {"rotation": 0, "ha": "right", "va": "center"}
         line[0].set_ylabel("\n".join(words), fontsize=6, **upright)
-    for label, axes in zip(labels, panels[0], strict=True):
+    for axes, label in zip(panels[0], labels, strict=True):
         of_label = rows[rows.label == label]
         mark = style.OWN_MARK if of_label.own.any() else ""
         axes.set_title(f"{label}{mark}\nbudget {data.budget_range(of_label)} %", fontsize=6.5)
     for axes in panels[-1]:
         axes.set_xlabel("tokens", fontsize=6)
     colours = ScalarMappable(PERCENT, COLOURS)
-    figure.colorbar(
-        colours,
-        ax=panels,
-        label="right answers (%)",
-        shrink=min(1.0, 2 / height),
-        aspect=12,
-    )
-    notes = ["n: questions (the fewer, the paler; hatched: none)"]
-    if num_depths > 1:
-        notes.insert(0, "depth: where in the prompt the answer stands")
-    for others in (needles, models):
-        if len(others) == 1:
-            notes.insert(0, *others)
+    bar: Any = {"label": "right answers (%)", "shrink": min(1.0, 2 / height), "aspect": 12}
+    figure.colorbar(colours, ax=panels, **bar)
+    notes = [bands[name].iloc[0] for name in ("model", "needle") if name not in differing]
+    if depths > 1:
+        notes.append("depth: where in the prompt the answer stands")
+    notes.append("n: questions (the fewer, the paler; hatched: none)")
     if rows.own.any():
         notes.append(style.OWN_NOTE)
     return style.finish(figure, "; ".join(notes))
@@ -360,17 +350,14 @@ def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.assign(value=rows.value * rows.num_samples, begin=0, end=100)
     by_length = rows.groupby(["label", *BAND, "length"], sort=False)
     sums = by_length[["value", "num_samples"]].transform("sum")
-    means = sums.assign(value=sums.value / sums.num_samples)
-    return rows.assign(**means).loc[by_length.head(1).index].reset_index(drop=True)
+    rows = rows.assign(value=sums.value / sums.num_samples, num_samples=sums.num_samples)
+    return rows.loc[by_length.head(1).index]
 
 
 def _setups(rows: pd.DataFrame) -> pd.Series:
     """By row, in words, the settings in which the runs of its label differ."""
-    settings = rows.settings.str.replace(SHOWN_BY_TILES, "", regex=True)
-    words = settings.str.split(", ")
-    shared = {}
-    for label, of_label in words.groupby(rows.label):
-        shared[label] = set.intersection(*map(set, of_label))
+    words = rows.settings.str.replace(SHOWN_BY_TILES, "", regex=True).str.split(", ")
+    shared = words.groupby(rows.label).agg(lambda lists: set.intersection(*map(set, lists)))
     setups = []
     for words_of_row, label in zip(words, rows.label, strict=True):
         different = [word for word in words_of_row if word not in shared[label]]
@@ -378,31 +365,26 @@ def _setups(rows: pd.DataFrame) -> pd.Series:
     return pd.Series(setups, rows.index)
 
 
-def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], num_depths: int) -> None:
+def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], depths: int) -> None:
     """A tile for each length and depth; one without a question shows the hatch."""
-    tiles = np.zeros((num_depths, len(lengths), 4))
+    tiles = np.zeros((depths, len(lengths), 4))
     for row in panel.itertuples():
-        depth, column = num_depths * row.begin // 100, lengths.index(row.length)
+        depth, column = depths * row.begin // 100, lengths.index(row.length)
         weight = row.num_samples / (row.num_samples + 2)
         color = 1 - weight * (1 - np.array(COLOURS(PERCENT(row.value))[:3]))
         tiles[depth, column] = (*color, 1)
         ink = style.BLACK if color @ LUMINANCE > LIGHT else "white"
-        words: Mapping[str, Any] = {"ha": "center", "va": "center", "color": ink}
-        percent, count = f"{row.value:.0f}", f"n = {row.num_samples:.0f}"
-        axes.text(column, depth - 0.12, percent, fontsize=6.5, **words)
-        axes.text(column, depth + 0.27, count, fontsize=4.5, **words)
+        words: Any = {"ha": "center", "va": "center", "color": ink}
+        axes.text(column, depth - 0.12, f"{row.value:.0f}", fontsize=6.5, **words)
+        axes.text(column, depth + 0.27, f"n = {row.num_samples:.0f}", fontsize=4.5, **words)
     axes.imshow(tiles, aspect="auto")
     axes.patch.set(hatch="////", edgecolor=style.LIGHT_GREY, linewidth=0)
     axes.grid(visible=False)
-    right, bottom = len(lengths) - 0.5, num_depths - 0.5
+    right, bottom = len(lengths) - 0.5, depths - 0.5
     line: Any = {"color": "white", "linewidth": 0.8}
-    axes.hlines(np.arange(1, num_depths) - 0.5, -0.5, right, **line)
+    axes.hlines(np.arange(1, depths) - 0.5, -0.5, right, **line)
     axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, bottom, **line)
-    words_of_lengths = [f"{length:,}" for length in lengths]
-    axes.set_xticks(range(len(lengths)), words_of_lengths, fontsize=5.5)
-    depths = [f"{100 * edge // num_depths}" for edge in range(num_depths + 1)]
-    if num_depths > 1:
-        axes.set_yticks(np.arange(num_depths + 1) - 0.5, depths, fontsize=5.5)
-    else:
-        axes.set_yticks([])
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=5.5)
+    edges = np.arange(depths + 1) if depths > 1 else np.array([])
+    axes.set_yticks(edges - 0.5, [f"{100 * edge // depths:.0f}" for edge in edges], fontsize=5.5)
     axes.tick_params(length=2, pad=1.5)

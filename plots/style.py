@@ -377,7 +377,9 @@ UNLISTED = Look(GREY, "o", "-")
 """Of methods without a colour of their own: more than there are colours, and named on the axis."""
 
 
-def draw_names(axes: Axes, points: pd.DataFrame, names: Sequence[str], lengths: list[float]) -> None:
+def draw_names(
+    axes: Axes, points: pd.DataFrame, names: Sequence[str], lengths: list[float]
+) -> None:
     """A marker with a horizontal bar for each point, on the line of its label.
 
     points: columns label, x, length of the text, bar_low and bar_high, NaN for no bar, and
