@@ -37,6 +37,7 @@ def budget(methods: pd.DataFrame) -> Figure | None:
     if rows.asked_budget.nunique() < 2:
         return None
     rows = rows.assign(name=rows.label, x=100 * rows.asked_budget, y=rows.kl_nats, stderr=np.nan)
+    rows = rows.sort_values("x")
     labels = rows.groupby("label").ratio.min().sort_values().index
     shifts = pd.Series(np.linspace(-SPREAD, SPREAD, len(labels)), labels)
 

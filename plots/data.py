@@ -55,13 +55,15 @@ def read(results: Path, name: str) -> pd.DataFrame | None:
 
 
 def _legible(names: pd.Series) -> pd.Series:
-    """Names as a legend shows them: one line, and short unless two would then be the same.
+    """Names as a legend shows them: one line, and short where no other is then the same.
 
     None begins with an underscore, since matplotlib leaves such names out.
     """
     whole = names.map(printable).str.replace("^_", f"{NARROW_SPACE}_", regex=True)
-    short = whole.map(lambda name: shortened(name, MAX_LETTERS))
-    return short if short.nunique() == whole.nunique() else whole
+    distinct = whole.drop_duplicates()
+    short = distinct.map(lambda name: shortened(name, MAX_LETTERS))
+    shown = distinct.where(short.duplicated(keep=False), short)
+    return whole.map(dict(zip(distinct, shown, strict=True)))
 
 
 def _paired_stderr(table: pd.DataFrame) -> pd.Series:
