@@ -358,7 +358,7 @@ def read_frame(path: Path) -> pd.DataFrame:
         frame[numbers] = frame[numbers].astype(float)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {NO_TABLE} ({reason(error)}); {ANEW}") from error
-    missing = {*names(TABLES[shape_of(set(frame))])} - {*frame, *OPTIONAL}
+    missing = {*names(TABLES[shape_of(frame.columns)])} - {*frame, *OPTIONAL}
     if missing:
         lacks = f"lacks {', '.join(sorted(missing))}"
         raise UserError(f"{path}: {NO_TABLE} ({lacks}); {ANEW}")
