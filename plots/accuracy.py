@@ -31,7 +31,7 @@ ASKED = ("num_samples", "num_fewshot", "seq_len", data.PREFILL)
 KEPT = r"^(?P<name>.+) with (?P<kept>\d+) tokens$"
 CHUNK = r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$"
 """In labels and tasks: the tokens kept, and the range of tokens of a text."""
-WITH_PERCENT = r"^(?P<label>.+), (?P<percent>\d+) %$"
+WITH_PERCENT = r"^(?P<label>.+), (?P<percent>\d+) %(?:, .+)?$"
 BY_LAYER = "layer, "
 """In the table of errors by layer: a label with its budget, and what stands before a text's
 name."""

@@ -206,7 +206,7 @@ def test_what_is_missing_comes_last_and_folded(page):
 def test_published_numbers_stand_beside_ours():
     compared = {(row.figure, row.series, row.x, row.metric): row for row in published.calibrate()}
     for figure in published.FIGURES:
-        rows = published.figure_rows(figure)
+        rows = published.figure_rows(figure).to_dict("records")
         sheet = published_sheet(figure, rows)
         ours = [line[sheet.header.index("ours")] for line in sheet.lines]
         expected = [row.predicted for key, row in compared.items() if key[0] == figure]
