@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import in_turn, spread
-from harness.checks.two_ways import open_live, open_replay
+from harness.checks.two_ways import LINK_BYTES_PER_S, open_live, open_replay
 from harness.data.text import offline_text, token_ids
 from harness.decode.links import open_link
 from harness.model.attach import attach
@@ -35,21 +35,9 @@ from harness.replay.setup import Setup, prepare
 from harness.run.compose import load
 
 HEAD_CHUNK = 128
-CASES = {
-    "full": ["method=full"],
-    "int4": ["method=int4"],
-    "infinigen": ["method=infinigen"],
-    "infinigen, fixed cap": ["method=infinigen", "method.alpha=inf"],
-    "h2o": ["method=h2o"],
-    "streaming": ["method=streaming"],
-    "snapkv": ["method=snapkv"],
-    "quest": ["method=quest"],
-    "oracle": ["method=oracle"],
-    "infinigen2": ["method=infinigen2"],
-}
-LINK_RATE = 1e12
-"""Bytes per second of the emulated link, where seconds do not count."""
-LIMITS = {"int4": 1.2, "infinigen": 1.6, "infinigen, fixed cap": 1.6, "h2o": 1.8, "quest": 1.4}
+FIRST = 1024
+"""The window's first token in the offline text."""
+METHODS = ("full", "int4", "infinigen", "h2o", "streaming", "snapkv", "quest", "oracle", "infinigen2")
 
 
 def run_window(attached: Attached, setup: Setup, window: Tensor, prompt: int) -> None:
@@ -67,7 +55,7 @@ def run_window(attached: Attached, setup: Setup, window: Tensor, prompt: int) ->
 def run_live(attached: Attached, setup: Setup, window: Tensor, prompt: int) -> None:
     """The same window live: the prompt, then a step for each further token."""
     steps = window.shape[1] - prompt
-    with open_link(attached.device, bytes_per_s=LINK_RATE) as link:
+    with open_link(attached.device, bytes_per_s=LINK_BYTES_PER_S) as link:
         session = open_live(attached, setup, steps, placement="host", link=link)
         with closing(session):
             session.prefill(window[:, :prompt], torch.ones_like(window[:, :prompt], dtype=torch.bool))
@@ -76,45 +64,41 @@ def run_live(attached: Attached, setup: Setup, window: Tensor, prompt: int) -> N
 
 
 @contextmanager
-def windows(args: argparse.Namespace, cases: Sequence[str]) -> Iterator[dict[str, Callable[[], None]]]:
-    """A run of each case; the full cache is a single dense pass, unless it is decoded live."""
-    configs = {case: load([*CASES[case], *args.settings]) for case in cases}
-    loaded = load_model(configs[cases[0]].model)
-    seq_len, run = args.seq_len, run_live if args.live else run_window
-    window = torch.tensor([token_ids(offline_text(), loaded.tokenizer)[1024 : 1024 + seq_len]])
+def windows(options: argparse.Namespace, methods: Sequence[str]) -> Iterator[dict[str, Callable[[], None]]]:
+    """A run of each method; the full cache is a single dense pass, unless it is decoded live."""
+    configs = {method: load([f"method={method}", *options.settings]) for method in methods}
+    loaded = load_model(configs[methods[0]].model)
+    ids = token_ids(offline_text(), loaded.tokenizer)[FIRST : FIRST + options.seq_len]
+    runs = {}
     with attach(loaded.model) as attached:
-        yield {
-            case: partial(
-                run,
-                attached,
-                prepare(config, loaded, attached, list),
-                window,
-                seq_len if case == "full" and not args.live else args.prefill_len,
-            )
-            for case, config in configs.items()
-        }
+        for method, config in configs.items():
+            is_dense = method == "full" and not options.live
+            prompt = options.seq_len if is_dense else options.prefill_len
+            setup = prepare(config, loaded, attached, list)
+            run = run_live if options.live else run_window
+            runs[method] = partial(run, attached, setup, torch.tensor([ids]), prompt)
+        yield runs
 
 
-def ratios(args: argparse.Namespace) -> None:
+def ratios(options: argparse.Namespace) -> None:
     """Print medians, spread and the ratio to full, which is timed whatever the cases are."""
-    cases = list(dict.fromkeys(["full", *args.cases]))
-    with windows(args, cases) as runs:
-        times, _ = in_turn(runs, args.rounds, warm_up=True)
-    seconds = {case: [took.wall_s for took in of_case] for case, of_case in times.items()}
-    print(f"window {args.seq_len}, prompt {args.prefill_len}, {torch.get_num_threads()} threads, {args.rounds} rounds")
+    with windows(options, list(dict.fromkeys(["full", *options.cases]))) as runs:
+        times, _ = in_turn(runs, options.rounds)
+    lengths = f"window {options.seq_len}, prompt {options.prefill_len}"
+    print(f"{lengths}, {torch.get_num_threads()} threads, {options.rounds} rounds")
+    seconds = {method: [took.wall_s for took in rounds] for method, rounds in times.items()}
     full = statistics.median(seconds["full"])
-    for case, values in seconds.items():
+    for method, values in seconds.items():
         median = statistics.median(values)
-        limit = f"   limit {LIMITS[case]}" if case in LIMITS else ""
-        print(f"{case:22s} {median:6.2f} s ({spread(values)})   {median / full:5.2f} x full{limit}")
+        print(f"{method:22s} {median:6.2f} s ({spread(values)})   {median / full:5.2f} x full")
 
 
-def peak_bytes(case: str, args: argparse.Namespace) -> tuple[int, int]:
+def peak_gib(method: str, options: argparse.Namespace) -> tuple[float, float]:
     """Peak resident memory of this process once the model is there, and after one window."""
-    with windows(args, [case]) as runs:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        runs[case]()
-    return before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with windows(options, [method]) as runs:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        runs[method]()
+    return before / 2**20, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def main() -> None:
@@ -125,20 +109,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
     parser.add_argument("--live", action="store_true", help="live decoding instead of replay")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES], help="methods, by default all")
+    parser.add_argument("--cases", nargs="+", metavar="METHOD", default=METHODS, help="files of conf/method")
     parser.add_argument("settings", nargs="*", metavar="SETTING", help="settings of every case, such as the model")
-    args = parser.parse_intermixed_args()
-    if not 1 <= args.prefill_len < args.seq_len - 1:
-        parser.error(f"--prefill-len {args.prefill_len}: must be from 1 to --seq-len - 2 = {args.seq_len - 2}")
-    if not args.memory:
-        ratios(args)
+    options = parser.parse_intermixed_args()
+    if not 1 <= options.prefill_len < options.seq_len - 1:
+        parser.error(f"--prefill-len {options.prefill_len}: must be from 1 to --seq-len - 2 = {options.seq_len - 2}")
+    if not options.memory:
+        ratios(options)
         return
-    for case in args.cases:
+    for method in options.cases:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            before, peak = (each / 2**30 for each in process.submit(peak_bytes, case, args).result())
-        print(
-            f"{case:22s} {peak:5.2f} GiB peak resident, {before:.2f} before it began, window {args.seq_len}", flush=True
-        )
+            before, peak = process.submit(peak_gib, method, options).result()
+        shown = f"{peak:5.2f} GiB peak resident, {before:.2f} before it began"
+        print(f"{method:22s} {shown}, window {options.seq_len}", flush=True)
 
 
 if __name__ == "__main__":
