@@ -33,7 +33,6 @@ from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.run.compose import load
 from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRows, QueryRows
-from methods.codecs.blockgtq import allocated
 from methods.codecs.channel import ChannelCodec
 from methods.evicting import EvictingState
 from methods.extras import RereadRows
@@ -272,19 +271,6 @@ def kivi(module: Any, layer: Layer) -> float:
     theirs = module.unpack_and_dequant_kcache(*packed, 32, 2).float()
     step = packed[1].expand(*packed[1].shape[:3], 32, -1).flatten(2, 3)
     return float(((ChannelCodec("int2", 32).roundtrip(keys) - theirs).abs() <= step / 4).float().mean())
-
-
-@compared("blockgtq3", "JIA-Lab-research/blockgtq blockgtq/allocator.py", "bits of rotary pairs")
-def blockgtq(module: Any, layer: Layer) -> float:
-    """Widths of the rotary pairs that are equal, by the score of keys and queries, at means of 2 and 3 bits."""
-    queries = layer.query[0].unflatten(0, (layer.geometry.num_kv_heads, -1)).flatten(1, 2)
-    scores = [states.square().unflatten(-1, (2, -1)).sum(-2).mean(1) / 2 for states in (queries, layer.key[0])]
-    equal = []
-    for score in scores[0] + scores[1]:
-        for bits in (2, 3):
-            theirs = module.greedy_bit_allocation(score, bits * len(score), 1, bits + 3)
-            equal.append(allocated(score, bits, bits + 3) == theirs)
-    return float(torch.cat(equal).float().mean())
 
 
 # A run

@@ -50,7 +50,6 @@ class Worker:
         disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
-        self.prompt: Any = None
 
     def version(self, package: str) -> str:
         """The version of a package."""
@@ -59,18 +58,12 @@ class Worker:
     def decode(self, backend: str, ids: list[list[int]], warm_up: int, steps: int) -> Timed:
         """Steps on a `QuantizedCache` of 4 bits; its prompt is not timed."""
         import torch
-        from transformers import DynamicCache, QuantizedCache
+        from transformers import QuantizedCache
 
         with torch.inference_mode():
-            if self.prompt is None or self.prompt[0] != ids:  # its dense pass serves all rounds and backends
-                dense = DynamicCache(config=self.model.config)
-                logits = self.model(torch.tensor(ids), past_key_values=dense, logits_to_keep=1).logits
-                self.prompt = ids, dense, logits[:, -1].argmax(-1)
-            _, dense, token = self.prompt
             cache = QuantizedCache(backend, self.model.config, nbits=4)
-            for index, layer in enumerate(dense.layers):
-                cache.update(layer.keys, layer.values, index)
-        return decode(self.model, cache, token, warm_up, steps)
+            logits = self.model(torch.tensor(ids), past_key_values=cache, logits_to_keep=1).logits
+        return decode(self.model, cache, logits[:, -1].argmax(-1), warm_up, steps)
 
     def tokens(self, context: str, question: str) -> list[list[int]]:
         """The tokens of a context and of a question, as the pipeline makes them."""

@@ -206,13 +206,29 @@ def perplexity(bench: Bench) -> Iterator[Comparison]:
     yield Comparison(case, peer, times[OURS], times[peer], is_equal)
 
 
-def press_of(method: str) -> list[Any]:
-    """kvpress's class of a method, and its settings."""
-    name, settings, _ = PRESSES[method]
-    return [name, settings | {"compression_ratio": EVICTED}]
+def asked(bench: Bench, methods: Sequence[str], length: int) -> Iterator[Comparison]:
+    """A question to a context of so many tokens, under each method. Ours share its dense pass, which runs anew in each
+    round."""
+    if not bench.has("kvpress"):
+        return
+    context = bench.loaded.tokenizer.decode(bench.text_ids(length))
+    tokens = bench.peer.call("tokens", context=context, question=QUESTION)
+
+    def ours() -> list[str]:
+        prompts = DensePrompts(ALL_BYTES) if len(methods) > 1 else None
+        return [answer(bench, method, tokens, prompts) for method in methods]
+
+    presses = []
+    for method in methods:
+        name, settings, _ = PRESSES[method]
+        presses.append([name, settings | {"compression_ratio": EVICTED}])
+    told = {"context": context, "question": QUESTION, "presses": presses, "max_new_tokens": bench.sizes.answer}
+    case = f"{methods[0] if len(methods) == 1 else f'{len(methods)} methods'}, {length} tokens"
+    times, texts = bench.paired(case, {OURS: ours, "kvpress": partial(bench.peer.timed, "ask", **told)})
+    yield Comparison(case, "kvpress", times[OURS], times["kvpress"], texts[OURS] == texts["kvpress"])
 
 
-def answer(bench: Bench, method: str, tokens: Sequence[Sequence[int]], prompts: DensePrompts | None = None) -> str:
+def answer(bench: Bench, method: str, tokens: Sequence[Sequence[int]], prompts: DensePrompts | None) -> str:
     """Our answer to a question that a method did not know. tokens: of the context and of the question."""
     context, question = tokens
     kept = int(len(context) * (1 - EVICTED))  # as kvpress counts
@@ -228,38 +244,14 @@ def answer(bench: Bench, method: str, tokens: Sequence[Sequence[int]], prompts: 
 
 def question(bench: Bench) -> Iterator[Comparison]:
     """A question to a cache that was reduced before."""
-    if not bench.has("kvpress"):
-        return
     for length in bench.sizes.contexts:
-        context = bench.loaded.tokenizer.decode(bench.text_ids(length))
-        tokens = bench.peer.call("tokens", context=context, question=QUESTION)
         for method in ASKED:
-            asked = {"context": context, "question": QUESTION, "presses": [press_of(method)]}
-            theirs = partial(bench.peer.timed, "ask", **asked, max_new_tokens=bench.sizes.answer)
-            case = f"{method}, {length} tokens"
-            contestants = {OURS: partial(answer, bench, method, tokens), "kvpress": theirs}
-            times, texts = bench.paired(case, contestants)
-            is_equal = [texts[OURS]] == texts["kvpress"]
-            yield Comparison(case, "kvpress", times[OURS], times["kvpress"], is_equal)
+            yield from asked(bench, [method], length)
 
 
 def sweep(bench: Bench) -> Iterator[Comparison]:
-    """Several methods on one prompt. Ours share its dense pass, which runs anew in each round."""
-    if not bench.has("kvpress"):
-        return
-    length = bench.sizes.contexts[0]
-    context = bench.loaded.tokenizer.decode(bench.text_ids(length))
-    tokens = bench.peer.call("tokens", context=context, question=QUESTION)
-
-    def ours() -> list[str]:
-        prompts = DensePrompts(ALL_BYTES)
-        return [answer(bench, method, tokens, prompts) for method in PRESSES]
-
-    asked = {"context": context, "question": QUESTION, "presses": [press_of(method) for method in PRESSES]}
-    theirs = partial(bench.peer.timed, "ask", **asked, max_new_tokens=bench.sizes.answer)
-    case = f"{len(PRESSES)} methods, {length} tokens"
-    times, texts = bench.paired(case, {OURS: ours, "kvpress": theirs})
-    yield Comparison(case, "kvpress", times[OURS], times["kvpress"], texts[OURS] == texts["kvpress"])
+    """Several methods on one prompt."""
+    yield from asked(bench, [*PRESSES], bench.sizes.contexts[0])
 
 
 def against_hflm(

@@ -1,8 +1,8 @@
 """What replay of each method costs, in multiples of replay of the full cache with torch's fused attention.
 
     python -m benchmarks.replay                          ratios: one 2,048-token window, prompt 256, default model
-    python -m benchmarks.replay --memory --seq-len 8192  peak memory of one window, one process per method
-    python -m benchmarks.replay --memory --live --seq-len 8192 --prefill-len 8160 model=llama2-7b    the same, live
+    python -m benchmarks.replay --memory --seq-len 8192 --cases h2o      this method's peak memory instead
+    python -m benchmarks.replay model=llama2-7b --live --seq-len 8192 --prefill-len 8160 --memory --cases h2o
 
 What is left are settings of every case, such as the model. A timed interval is prompt, decode rows and output head of
 one window; loading, calibration and scoring are outside. Methods run in turn within a round, and the full cache with
@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -63,42 +61,19 @@ def run_live(attached: Attached, setup: Setup, window: Tensor, prompt: int) -> N
                 session.decode_step(window[:, prompt + step])
 
 
-@contextmanager
-def windows(options: argparse.Namespace, methods: Sequence[str]) -> Iterator[dict[str, Callable[[], None]]]:
-    """A run of each method; the full cache is a single dense pass, unless it is decoded live."""
-    configs = {method: load([f"method={method}", *options.settings]) for method in methods}
-    loaded = load_model(configs[methods[0]].model)
-    ids = token_ids(offline_text(), loaded.tokenizer)[FIRST : FIRST + options.seq_len]
-    runs = {}
-    with attach(loaded.model) as attached:
-        for method, config in configs.items():
-            is_dense = method == "full" and not options.live
-            prompt = options.seq_len if is_dense else options.prefill_len
-            setup = prepare(config, loaded, attached, list)
-            run = run_live if options.live else run_window
-            runs[method] = partial(run, attached, setup, torch.tensor([ids]), prompt)
-        yield runs
+def ratios(runs: Mapping[str, Callable[[], None]], rounds: int) -> Iterator[str]:
+    """A line of each method: median, spread and the ratio to full."""
+    times, _ = in_turn(runs, rounds)
+    full = statistics.median(took.wall_s for took in times["full"])
+    for method, took in times.items():
+        seconds = [each.wall_s for each in took]
+        median = statistics.median(seconds)
+        yield f"{method:22s} {median:6.2f} s ({spread(seconds)})   {median / full:5.2f} x full"
 
 
-def ratios(options: argparse.Namespace) -> None:
-    """Print medians, spread and the ratio to full, which is timed whatever the cases are."""
-    with windows(options, list(dict.fromkeys(["full", *options.cases]))) as runs:
-        times, _ = in_turn(runs, options.rounds)
-    lengths = f"window {options.seq_len}, prompt {options.prefill_len}"
-    print(f"{lengths}, {torch.get_num_threads()} threads, {options.rounds} rounds")
-    seconds = {method: [took.wall_s for took in rounds] for method, rounds in times.items()}
-    full = statistics.median(seconds["full"])
-    for method, values in seconds.items():
-        median = statistics.median(values)
-        print(f"{method:22s} {median:6.2f} s ({spread(values)})   {median / full:5.2f} x full")
-
-
-def peak_gib(method: str, options: argparse.Namespace) -> tuple[float, float]:
-    """Peak resident memory of this process once the model is there, and after one window."""
-    with windows(options, [method]) as runs:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        runs[method]()
-    return before / 2**20, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+def peak_gib() -> float:
+    """The largest resident memory of this process up to now."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def main() -> None:
@@ -107,21 +82,34 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--prefill-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
+    parser.add_argument("--memory", action="store_true", help="peak memory of one method, instead of time")
     parser.add_argument("--live", action="store_true", help="live decoding instead of replay")
     parser.add_argument("--cases", nargs="+", metavar="METHOD", default=METHODS, help="files of conf/method")
     parser.add_argument("settings", nargs="*", metavar="SETTING", help="settings of every case, such as the model")
     options = parser.parse_intermixed_args()
     if not 1 <= options.prefill_len < options.seq_len - 1:
         parser.error(f"--prefill-len {options.prefill_len}: must be from 1 to --seq-len - 2 = {options.seq_len - 2}")
-    if not options.memory:
-        ratios(options)
-        return
-    for method in options.cases:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            before, peak = process.submit(peak_gib, method, options).result()
-        shown = f"{peak:5.2f} GiB peak resident, {before:.2f} before it began"
-        print(f"{method:22s} {shown}, window {options.seq_len}", flush=True)
+    if options.memory and len(options.cases) != 1:
+        parser.error("--memory: a process has one peak, so give it one method by --cases")
+    methods = options.cases if options.memory else dict.fromkeys(["full", *options.cases])
+    configs = {method: load([f"method={method}", *options.settings]) for method in methods}
+    loaded = load_model(next(iter(configs.values())).model)
+    window = torch.tensor([token_ids(offline_text(), loaded.tokenizer)[FIRST : FIRST + options.seq_len]])
+    runs = {}
+    with attach(loaded.model) as attached:
+        for method, config in configs.items():
+            is_dense = method == "full" and not options.live
+            prompt = options.seq_len if is_dense else options.prefill_len
+            setup = prepare(config, loaded, attached, list)
+            runs[method] = partial(run_live if options.live else run_window, attached, setup, window, prompt)
+        lengths = f"window {options.seq_len}, prompt {options.prefill_len}, {torch.get_num_threads()} threads"
+        if options.memory:
+            before, method = peak_gib(), options.cases[0]
+            runs[method]()
+            print(f"{method}: {peak_gib():.2f} GiB peak resident, {before:.2f} before it began; {lengths}")
+            return
+        print(f"{lengths}, {options.rounds} rounds")
+        print(*ratios(runs, options.rounds), sep="\n")
 
 
 if __name__ == "__main__":
