@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from harness.checks.two_ways import TOLERANCE, largest_difference, live
+from harness.checks.two_ways import TOLERANCE, Trial, largest_difference
 from harness.decode.links import open_link
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
@@ -36,7 +35,7 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
             method, codec = config.method, codec_of(config)
             ids = torch.arange(256) % VOCAB_SIZE
             calibration = calibrate(attached, method, ids.tolist()) if isinstance(method, Calibrates) else None
-            decode = partial(live, attached, Setup(method, codec, calibration), PROMPTS)
+            decode = Trial(attached, link, Setup(method, codec, calibration), PROMPTS).live
             on_device = decode(placement="device").logits
             options = {"pinned": config.platform.pinned, "gpu_cache": config.gpu_cache}
             on_host = decode(placement="host", link=link, **options).logits

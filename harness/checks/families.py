@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from harness.checks.contract import BUDGET_TOLERANCE
-from harness.checks.two_ways import live, replay, token_batch
+from harness.checks.two_ways import Trial, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
 from harness.model.attach import attach
@@ -135,7 +135,7 @@ def own_logits(model: Any) -> str:
             if attached.longest is not None and ids.shape[1] > attached.longest:
                 continue
             for only in _batches(attached, prompts):
-                found = replay(attached, full, prompts, steps=steps, only=only)
+                found = Trial(attached, None, full, prompts, steps=steps, only=only).replayed
                 expected = alone if only is None else [alone[only]]
                 for got, own in zip(found.logits, expected, strict=True):
                     _require_same("the full cache", got, own[-1 - steps :])
@@ -144,7 +144,7 @@ def own_logits(model: Any) -> str:
     with attach(model) as attached:
         if attached.decoder.no_padding:
             with suppress(UserError):
-                replay(attached, full, SHORT[0])
+                Trial(attached, None, full, SHORT[0]).replay()
                 raise AssertionError("a padded batch is not refused")
             return f"takes no padded batch: {attached.decoder.no_padding}"
     return ""
@@ -178,8 +178,8 @@ def methods_agree(model: Any) -> str:
                 calibration = calibrate(attached, to_measure, tokens[0].tolist())
             setup = Setup(replace(method, dense_layers=dense_layers), codec, calibration)
             for only in _batches(attached, prompts):
-                expected = replay(attached, setup, prompts, steps=STEPS, only=only)
-                got = live(attached, setup, prompts, steps=STEPS, only=only)
+                trial = Trial(attached, None, setup, prompts, steps=STEPS, only=only)
+                expected, got = trial.replayed, trial.live()
                 _require_same(f"{name}, live", got.logits, expected.logits)
                 if abs(got.budget - expected.budget) > BUDGET_TOLERANCE:
                     sizes = f"{got.budget} live and {expected.budget} in replay"
