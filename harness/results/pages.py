@@ -5,13 +5,11 @@ which are made of the numbers of the table; all numbers are in the CSV. Frames o
 CSV give the same texts.
 """
 
-import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any
 
 import pandas as pd
 
@@ -65,17 +63,15 @@ SHOWN_OF_CAPACITY = (
 """Columns of a method's largest batch that a page shows."""
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
-Rows = pd.DataFrame | Sequence[columns.TableRow]
 PUBLISHED_HEADER = ["model", "series", "x_name", "x", "metric", "value", "kind"]
 
 
-def sheets_of(rows: Rows) -> Iterator[Sheet]:
+def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
     """The sheets of a table: one per model and source; none for the plain tables behind the board.
 
     Chunks of texts stand below whole ones, each quantity of an analysis apart. One's own runs among
     shipped ones are marked.
     """
-    frame = as_frame(rows)
     shape = shape_of(frame.columns)
     if shape == "board":
         yield from board_page.boards(frame)
@@ -87,17 +83,6 @@ def sheets_of(rows: Rows) -> Iterator[Sheet]:
             yield sheet._replace(notes=[*sheet.notes, *notes])
 
 
-def as_frame(rows: Rows) -> pd.DataFrame:
-    """A table's rows as a frame with all columns of its shape, until all tables are frames."""
-    if not isinstance(rows, pd.DataFrame):
-        if not rows:
-            return pd.DataFrame()
-        text: Any = io.StringIO(columns.render_csv(columns.TABLES[shape_of(rows[0])], rows))
-        rows = columns.read_frame(text)
-    names = columns.names(columns.TABLES[shape_of(rows.columns)])
-    return rows.reindex(columns=list(dict.fromkeys([*names, *rows])))
-
-
 def _titles(frame: pd.DataFrame) -> pd.Series:
     """The model of each row, and of timed runs where their numbers are from."""
     if "platform" not in frame:
@@ -107,34 +92,28 @@ def _titles(frame: pd.DataFrame) -> pd.Series:
     return timed.mask(frame["source"].eq("modelled"), modelled)
 
 
-def render_markdown(name: str, rows: Rows) -> str:
+def render_markdown(name: str, frame: pd.DataFrame) -> str:
     """The whole `.md` file of a table, with published numbers at its end."""
-    frame = as_frame(rows)
     shape = "accuracy" if frame.empty else shape_of(frame.columns)
     sheets = list(sheets_of(frame))
-    published = [row for row in columns.published_rows() if row["figure"] == name]
-    if published:
-        table = pd.DataFrame(published)[PUBLISHED_HEADER].replace("", MISSING)
-        sheets.append(Sheet("published numbers", table))
+    published = columns.published().query("figure == @name")
+    if len(published):
+        sheets.append(Sheet("published numbers", published[PUBLISHED_HEADER].replace("", MISSING)))
     return markdown(name, note(shape, max_columns=MAX_COLUMNS), sheets)
 
 
-def render_modelled(figure: str, rows: Rows) -> str:
+def render_modelled(figure: str, frame: pd.DataFrame) -> str:
     """The whole `.md` file of the cost model's predictions of a figure."""
-    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(rows))
+    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(frame))
 
 
-def render_terminal(rows: Rows) -> str:
+def render_terminal(frame: pd.DataFrame) -> str:
     """A table for a terminal, with the most important columns; "" without rows."""
-    if not isinstance(rows, pd.DataFrame):
-        by_shape = columns.grouped(rows, shape_of)
-        return "\n\n".join(map(render_terminal, map(as_frame, by_shape.values())))
-    frame = rows
     if frame.empty:
         return ""
     shape = shape_of(frame.columns)
     if shape == "accuracy":
-        texts: Iterable[str] = in_terminal(as_frame(frame))
+        texts: Iterable[str] = in_terminal(frame)
     else:
         brief = frame.drop(columns=NOT_BRIEF, errors="ignore") if shape == "latency" else frame
         texts = map(_timed, sheets_of(brief))
@@ -391,11 +370,10 @@ def in_terminal(frame: pd.DataFrame) -> Iterator[str]:
         yield "\n\n".join(filter(None, [terminal(sheet._replace(notes=notes)), _said(rows)]))
 
 
-def said(rows: Rows) -> str:
+def said(rows: pd.DataFrame) -> str:
     """What accuracy rows show in sentences, a paragraph for each table of theirs."""
-    return "\n\n".join(
-        filter(None, (_said(of_figure) for _, of_figure in figures_of(as_frame(rows))))
-    )
+    said = [_said(of_figure) for _, of_figure in figures_of(rows)]
+    return "\n\n".join(filter(None, said))
 
 
 # Which runs make a table
