@@ -18,7 +18,6 @@ from harness.results.metrics import (
     COLUMNS,
     DECODE_RATE,
     IN_GIB,
-    NEWER_OF_SERVING,
     OF_SOME_RUNS,
     SEGMENTS,
     SERVING,
@@ -278,10 +277,7 @@ def published() -> pd.DataFrame:
 # Tables as lists of rows
 
 
-OPTIONAL = (
-    *names((*OF_SOME_RUNS, *NEWER_OF_SERVING)),
-    "repeats_stderr", "unmet_budget", "num_contexts", "num_windows", "family",
-)  # fmt: skip
+OPTIONAL = {*_EVERY} - {name for identity in IDENTITY.values() for name in identity}
 ANEW = "delete it, and repeat a run of its experiment, which writes it anew"
 
 
