@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.errors import UserError
 from harness.files import write_atomic
-from harness.report.sections import SOURCES, Section, rows_of, sections_of
-from harness.results import board_page, summary
+from harness.report.sections import SOURCES, Section, sections_of
+from harness.results import board_page
 from harness.results.archive import opened
-from harness.results.board import SAYS
 from harness.results.columns import shape_of
 from harness.results.metrics import GIB
+from harness.results.pages import said
 from harness.results.record import Record, read_all
-from harness.results.sheet import NOTES, Sheet
+from harness.results.sheet import NOTES
 from harness.settings.paths import COMMAND, RESULTS, models_beside
 
 HERE = Path(__file__).parent
@@ -98,10 +97,8 @@ def _render(folder: Path) -> str:
     )
 
 
-def table(cells: pd.DataFrame | Sheet) -> Markup:
+def table(cells: pd.DataFrame) -> Markup:
     """A table of words, escaped."""
-    if isinstance(cells, Sheet):
-        cells = pd.DataFrame(cells.lines, columns=cells.header)
     with pd.option_context("display.max_colwidth", None):
         return Markup(cells.to_html(index=False, border=0, justify="left"))
 
@@ -117,16 +114,14 @@ def lead_of(sections: Sequence[Section]) -> Section | None:
 
 def said_of(section: Section) -> str:
     """The result of a figure in sentences: of the board, of one's own runs, or its finding."""
-    part, said = section.parts[0], ""
+    part, words = section.parts[0], ""
     if BOARD in part.tables:
-        budget = yaml.safe_load(SAYS.read_text(encoding="utf-8"))["readme"]["budget"]
-        found = board_page.shortest(rows_of(part.tables[BOARD]), budget)
-        said = board_page.said_of(found) if found else ""
+        words = board_page.said(part.tables[BOARD])
     elif part.has_own:
         first = next(iter(part.tables.values()))
         if shape_of(first.columns) == "accuracy":
-            said = summary.said(rows_of(first[first["shipped"] == ""]))
-    return said or part.finding
+            words = said(first[first["shipped"] == ""])
+    return words or part.finding
 
 
 def machine_of(records: Sequence[Record]) -> dict[str, str]:

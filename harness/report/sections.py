@@ -8,7 +8,7 @@ A sentence of finding stands where `findings.yaml` of the results gives one, bes
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import pandas as pd
@@ -118,7 +118,8 @@ def sections_of(folders: Mapping[str, Path]) -> list[Section]:
         said = _findings(folder, names)
         for section in sections:
             own = {name: tables[name] for name in section.tables if name in tables}
-            shown = {name: _sheets(own[name]) for name in own if homes[name] == section.name}
+            at_home = [name for name in own if homes[name] == section.name]
+            shown = {name: list(sheets_of(own[name])) for name in at_home}
             image = _image(folder, section)
             if image or any(shown.values()):
                 finding = said.get(section.name, "")
@@ -126,21 +127,6 @@ def sections_of(folders: Mapping[str, Path]) -> list[Section]:
                 published = compared(section.name.removesuffix(MODELLED), own.values())
                 section.parts.append(Part(where, finding, image, own, shown, elsewhere, published))
     return sections
-
-
-def _sheets(table: pd.DataFrame) -> list[Sheet]:
-    return list(sheets_of(rows_of(table)))
-
-
-def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a table as `sheets_of` takes them."""
-    found: list[Any] = []
-    for row in frame.astype(object).where(frame.notna(), None).to_dict("records"):
-        for name, value in row.items():
-            if isinstance(value, float) and value.is_integer():
-                row[name] = int(value)
-        found.append(row)
-    return found
 
 
 def _findings(folder: Path, names: Collection[str]) -> dict[str, str]:

@@ -249,7 +249,7 @@ _COLUMNS = (
     ASKED_BUDGET, NUM_CONTEXTS, STEP, RATIO, ANSWERS, ANSWERS_DIFFERENCE,
     *map(Metric, (
         "experiment", "model", "method", "codec", "platform", "shipped", "task", "text", "series",
-        "wall", "step_source", "answers_note", "closer", "over", "measure", "verdict",
+        "wall", "step_source", "answers_note", "closer", "over",
     )),
     Metric("budget_artifact", "budget as the artifact counts it", PERCENT, 1),
     Metric("value", "value", NUMBER, 3),
@@ -302,10 +302,7 @@ _COLUMNS = (
     Metric("other", "other method"),
     Metric("p", "p", NUMBER, 4),
     Metric("p_holm", "p after Holm's correction", NUMBER, 4),
-    Metric("domain", "domain"),
-    Metric("versus", "ratio to the oracle, or minus the full cache", NUMBER, 3),
     Metric("count", "windows or questions", NUMBER, 0),
-    Metric("bound", "bound", NUMBER, 3),
 )  # fmt: skip
 """`harness/results/columns.py` says what those of a table mean there."""
 COLUMNS = {column.name: column for column in _COLUMNS}

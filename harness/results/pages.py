@@ -5,18 +5,18 @@ which are made of the numbers of the table; all numbers are in the CSV. Frames o
 CSV give the same texts.
 """
 
-import csv
 import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import pandas as pd
 
 from harness.errors import printable
-from harness.results import board_page, board_sources, columns, metrics
+from harness.results import board_page, columns, metrics
 from harness.results.columns import named, shape_of
 from harness.results.metrics import BUDGET, DEVICE_FRAC, MISSING, RESIDENT_FRAC, Metric, quantity
 from harness.results.samples import FULL
@@ -32,7 +32,6 @@ from harness.results.sheet import (
     alike_in_title,
     fits,
     mark_own,
-    mark_own_rows,
     markdown,
     note,
     show_interval,
@@ -66,26 +65,21 @@ SHOWN_OF_CAPACITY = (
 """Columns of a method's largest batch that a page shows."""
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
+Rows = pd.DataFrame | Sequence[columns.TableRow]
 PUBLISHED_HEADER = ["model", "series", "x_name", "x", "metric", "value", "kind"]
 
 
-def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
+def sheets_of(rows: Rows) -> Iterator[Sheet]:
     """The sheets of a table: one per model and source; none for the plain tables behind the board.
 
     Chunks of texts stand below whole ones, each quantity of an analysis apart. One's own runs among
     shipped ones are marked.
     """
-    frame = as_frame(frame)
+    frame = as_frame(rows)
     shape = shape_of(frame.columns)
-    if frame.empty or shape in board_sources.SHAPES.values():
-        return
-    if shape in board_page.SHEETS:
-        csv_lines = csv.DictReader(io.StringIO(columns.csv_of(frame, shape)))
-        rows, notes = [*map(columns.typed, csv_lines)], []
-        if shape != "board":
-            rows, notes = mark_own_rows(rows, "label")
-        for sheet in board_page.SHEETS[shape](rows):
-            yield sheet._replace(notes=[*sheet.notes, *notes])
+    if shape == "board":
+        yield from board_page.boards(frame)
+    if frame.empty or shape.startswith("board"):
         return
     for title, of_title in frame.groupby(_titles(frame), sort=False):
         marked, notes = mark_own(of_title, "series" if shape == "analysis" else "label")
@@ -93,15 +87,15 @@ def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
             yield sheet._replace(notes=[*sheet.notes, *notes])
 
 
-def as_frame(rows):
-    if isinstance(rows, pd.DataFrame):
-        names = columns.names(columns.TABLES[shape_of(rows.columns)])
-        return rows.reindex(columns=list(dict.fromkeys([*names, *rows])))
-    if not rows:
-        return pd.DataFrame()
-    shape = columns.TABLES[shape_of(rows[0])]
-    frame = columns.read_frame(io.StringIO(columns.render_csv(shape, rows)))
-    return frame.reindex(columns=dict.fromkeys([*columns.names(shape), *frame]))
+def as_frame(rows: Rows) -> pd.DataFrame:
+    """A table's rows as a frame with all columns of its shape, until all tables are frames."""
+    if not isinstance(rows, pd.DataFrame):
+        if not rows:
+            return pd.DataFrame()
+        text: Any = io.StringIO(columns.render_csv(columns.TABLES[shape_of(rows[0])], rows))
+        rows = columns.read_frame(text)
+    names = columns.names(columns.TABLES[shape_of(rows.columns)])
+    return rows.reindex(columns=list(dict.fromkeys([*names, *rows])))
 
 
 def _titles(frame: pd.DataFrame) -> pd.Series:
@@ -113,9 +107,9 @@ def _titles(frame: pd.DataFrame) -> pd.Series:
     return timed.mask(frame["source"].eq("modelled"), modelled)
 
 
-def render_markdown(name: str, frame: pd.DataFrame) -> str:
+def render_markdown(name: str, rows: Rows) -> str:
     """The whole `.md` file of a table, with published numbers at its end."""
-    frame = as_frame(frame)
+    frame = as_frame(rows)
     shape = "accuracy" if frame.empty else shape_of(frame.columns)
     sheets = list(sheets_of(frame))
     published = [row for row in columns.published_rows() if row["figure"] == name]
@@ -125,21 +119,22 @@ def render_markdown(name: str, frame: pd.DataFrame) -> str:
     return markdown(name, note(shape, max_columns=MAX_COLUMNS), sheets)
 
 
-def render_modelled(figure: str, frame: pd.DataFrame) -> str:
+def render_modelled(figure: str, rows: Rows) -> str:
     """The whole `.md` file of the cost model's predictions of a figure."""
-    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(frame))
+    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(rows))
 
 
-def render_terminal(frame: pd.DataFrame) -> str:
+def render_terminal(rows: Rows) -> str:
     """A table for a terminal, with the most important columns; "" without rows."""
-    if not isinstance(frame, pd.DataFrame):
-        by_shape = columns.grouped(frame, shape_of)
+    if not isinstance(rows, pd.DataFrame):
+        by_shape = columns.grouped(rows, shape_of)
         return "\n\n".join(map(render_terminal, map(as_frame, by_shape.values())))
+    frame = rows
     if frame.empty:
         return ""
     shape = shape_of(frame.columns)
     if shape == "accuracy":
-        texts = in_terminal(frame)
+        texts: Iterable[str] = in_terminal(as_frame(frame))
     else:
         brief = frame.drop(columns=NOT_BRIEF, errors="ignore") if shape == "latency" else frame
         texts = map(_timed, sheets_of(brief))
@@ -283,9 +278,9 @@ def _headings(frame: pd.DataFrame) -> dict[Key, str]:
         of_column = frame.groupby(KEY)[condition.name].agg(["min", "max", "count", "size"])
         is_shared = of_column["min"].eq(of_column["max"]) & of_column["count"].eq(of_column["size"])
         shared = of_column["min"][is_shared]
-        if shared.nunique() > 1:
-            for key, value in shared.items():
-                found[key] += f", {condition.phrase.format(value)}"
+        for key in found if shared.nunique() > 1 else ():
+            if key in shared.index:
+                found[key] += f", {condition.phrase.format(shared[key])}"
     return found
 
 
@@ -317,7 +312,8 @@ def _latency(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
 def _capacity(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
     shown = [column for column in columns.CAPACITY if column.name in SHOWN_OF_CAPACITY]
     largest = frame[frame["batch_size"].eq(frame["largest_batch"])]
-    for (context, memory), group in largest.groupby(["context", "memory_bytes"]):
+    for _, group in largest.groupby(["context", "memory_bytes"]):
+        context, memory = group[["context", "memory_bytes"]].iloc[0]
         rows, notes = _told_apart(group.assign(line=range(len(group)), own=group["settings"]))
         words = f"{title}: {context:,.0f} tokens a sequence, {memory / metrics.GIB:.4g} GiB"
         yield Sheet(words, texts_of(rows, shown).assign(wall=rows["wall"]), notes)
@@ -330,7 +326,8 @@ def _analysis(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
     """Series that several runs have stand in a table for each."""
     of_series = frame.groupby(["metric", "x_name", "series"])["run_id"]
     repeat = of_series.transform(lambda runs: pd.factorize(runs)[0])
-    for (metric, x_name, _), rows in frame.groupby(["metric", "x_name", repeat], sort=False):
+    for _, rows in frame.groupby(["metric", "x_name", repeat], sort=False):
+        metric, x_name = rows[["metric", "x_name"]].iloc[0]
         shown = quantity(metric)
         by = f", by {x_name.replace('_', ' ')}" if x_name else ""
         yield Sheet(f"{title}: {shown.heading}{by}", _by_series(rows, shown))
@@ -394,9 +391,11 @@ def in_terminal(frame: pd.DataFrame) -> Iterator[str]:
         yield "\n\n".join(filter(None, [terminal(sheet._replace(notes=notes)), _said(rows)]))
 
 
-def said(frame: pd.DataFrame) -> str:
+def said(rows: Rows) -> str:
     """What accuracy rows show in sentences, a paragraph for each table of theirs."""
-    return "\n\n".join(filter(None, (_said(rows) for _, rows in figures_of(frame))))
+    return "\n\n".join(
+        filter(None, (_said(of_figure) for _, of_figure in figures_of(as_frame(rows))))
+    )
 
 
 # Which runs make a table
@@ -409,7 +408,6 @@ def figures_of(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     Rows are those of `lines_of`, one column of the table after the other, each with the `name` of
     its line, and `said`, as sentences name it.
     """
-    frame = as_frame(frame)
     whole = frame[~columns.are_parts(frame)]
     for model, of_model in whole.groupby("model", sort=False):
         parts: list[pd.DataFrame] = []

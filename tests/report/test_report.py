@@ -191,7 +191,7 @@ def test_what_is_missing_comes_last_and_folded(page):
 def test_published_numbers_stand_beside_ours():
     predicted = {(row.figure, row.series, row.x, row.metric): row.predicted for row in published.calibrate()}
     for figure in published.FIGURES:
-        rows = pd.DataFrame(published.figure_rows(figure))
+        rows = published.figure_rows(figure)
         frame = compared(figure, [rows])
         expected = [f"{value:.4g}" for key, value in predicted.items() if key[0] == figure]
         assert list(frame["ours"][frame["ours"] != MISSING]) == expected
