@@ -34,7 +34,7 @@ from harness.report.sections import (
 from harness.results import board_page, columns
 from harness.results.archive import opened
 from harness.results.board import SAYS
-from harness.results.columns import TableRow
+from harness.results.columns import TableRow, with_columns
 from harness.results.metrics import GIB, MISSING
 from harness.results.pages import said
 from harness.results.record import Record, read_all
@@ -140,7 +140,11 @@ def _lead(sections: Mapping[str, Section]) -> Lead | None:
             return Lead(section, board_page.said_of(compared))
         words = "" if section.has_own else part.finding or ""
         if section.has_own and columns.shape_of(part.rows[0]) == "accuracy":
-            words = said([row for row in part.rows if not row.get("shipped")])
+            words = said(
+                with_columns(
+                    pd.DataFrame([row for row in part.rows if not row.get("shipped")]), "accuracy"
+                )
+            )
         return Lead(section, words)
     return None
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+import pandas as pd
 import yaml
 
 from harness.errors import UserError, nearest, reason
@@ -211,7 +212,8 @@ def _image(entry: Entry, results: Results) -> Path | None:
 def sheets(path: Path, rows: Sequence[TableRow]) -> list[Sheet]:
     """The rows of a table as people read them. Raises UserError for a missing number."""
     try:
-        return list(sheets_of(rows))
+        shape = columns.shape_of(rows[0])
+        return list(sheets_of(columns.with_columns(pd.DataFrame(rows), shape)))
     except (ValueError, TypeError) as error:
         message = f"{path}: not a table of results ({reason(error)}); make it anew"
         raise UserError(message) from error

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import yaml
 
 from harness.errors import UserError, exit_code
@@ -89,7 +90,8 @@ def write(results: Path) -> Path:
             write_atomic(folder / f"{name}.csv", columns.render_csv(shape, rows))
             text = markdown(name, f"Nothing was compared yet; {MEASURE}", [])
             if rows:
-                text = render_markdown(name, rows)
+                frame = columns.with_columns(pd.DataFrame(rows), SHAPES[name])
+                text = render_markdown(name, frame)
             write_atomic(folder / f"{name}.md", text)
         left_out = [model for model in models.all if model not in models.together]
         shown = (tables[NAME], tables[CLAIMS], tables[MODELS], says["readme"])

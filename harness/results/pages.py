@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any
 
 import pandas as pd
 
@@ -67,17 +66,15 @@ SHOWN_OF_CAPACITY = (
 """Columns of a method's largest batch that a page shows."""
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
-Rows = pd.DataFrame | Sequence[columns.TableRow]
 PUBLISHED_HEADER = ["model", "series", "x_name", "x", "metric", "value", "kind"]
 
 
-def sheets_of(rows: Rows) -> Iterator[Sheet]:
+def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
     """The sheets of a table: one per model and source; none for the plain tables behind the board.
 
     Chunks of texts stand below whole ones, each quantity of an analysis apart. One's own runs among
     shipped ones are marked.
     """
-    frame = as_frame(rows)
     shape = shape_of(frame.columns)
     if frame.empty or shape in board_sources.SHAPES.values():
         return
@@ -95,17 +92,6 @@ def sheets_of(rows: Rows) -> Iterator[Sheet]:
             yield sheet._replace(notes=[*sheet.notes, *notes])
 
 
-def as_frame(rows: Rows) -> pd.DataFrame:
-    """A table's rows as a frame with all columns of its shape, until all tables are frames."""
-    if not isinstance(rows, pd.DataFrame):
-        if not rows:
-            return pd.DataFrame()
-        text: Any = io.StringIO(columns.render_csv(columns.TABLES[shape_of(rows[0])], rows))
-        rows = columns.read_frame(text)
-    names = columns.names(columns.TABLES[shape_of(rows.columns)])
-    return rows.reindex(columns=list(dict.fromkeys([*names, *rows])))
-
-
 def _titles(frame: pd.DataFrame) -> pd.Series:
     """The model of each row, and of timed runs where their numbers are from."""
     if "platform" not in frame:
@@ -115,38 +101,28 @@ def _titles(frame: pd.DataFrame) -> pd.Series:
     return timed.mask(frame["source"].eq("modelled"), modelled)
 
 
-def render_markdown(name: str, rows: Rows) -> str:
+def render_markdown(name: str, frame: pd.DataFrame) -> str:
     """The whole `.md` file of a table, with published numbers at its end."""
-    frame = as_frame(rows)
-    shape = "accuracy" if frame.empty else shape_of(frame.columns)
     sheets = list(sheets_of(frame))
-    published = [row for row in columns.published_rows() if row["figure"] == name]
-    if published:
-        table = pd.DataFrame(published)[PUBLISHED_HEADER].replace("", MISSING)
-        sheets.append(Sheet("published numbers", table))
-    return markdown(name, note(shape, max_columns=MAX_COLUMNS), sheets)
+    published = columns.published().query("figure == @name")[PUBLISHED_HEADER]
+    if len(published):
+        sheets.append(Sheet("published numbers", published.replace("", MISSING)))
+    words = note(shape_of(frame.columns), max_columns=MAX_COLUMNS)
+    return markdown(name, words, sheets)
 
 
-def render_modelled(figure: str, rows: Rows) -> str:
+def render_modelled(figure: str, frame: pd.DataFrame) -> str:
     """The whole `.md` file of the cost model's predictions of a figure."""
-    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(rows))
+    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(frame))
 
 
-def render_terminal(rows: Rows) -> str:
+def render_terminal(frame: pd.DataFrame) -> str:
     """A table for a terminal, with the most important columns; "" without rows."""
-    if not isinstance(rows, pd.DataFrame):
-        by_shape = columns.grouped(rows, shape_of)
-        return "\n\n".join(map(render_terminal, map(as_frame, by_shape.values())))
-    frame = rows
-    if frame.empty:
-        return ""
     shape = shape_of(frame.columns)
     if shape == "accuracy":
-        texts: Iterable[str] = in_terminal(as_frame(frame))
-    else:
-        brief = frame.drop(columns=NOT_BRIEF, errors="ignore") if shape == "latency" else frame
-        texts = map(_timed, sheets_of(brief))
-    return "\n\n".join(texts)
+        return "\n\n".join(_figures(frame))
+    brief = frame.drop(columns=NOT_BRIEF) if shape == "latency" else frame
+    return "\n\n".join(map(_timed, sheets_of(brief)))
 
 
 # Settings
@@ -385,7 +361,7 @@ MAX_NAMES, MAX_TASKS = 4, 2
 """Methods and tasks that a sentence names."""
 
 
-def in_terminal(frame: pd.DataFrame) -> Iterator[str]:
+def _figures(frame: pd.DataFrame) -> Iterator[str]:
     """Accuracy rows as tables with their sentences; chunks of texts are left to the CSV. A note
     stands below the first table alone."""
     explained: set[str] = set()
@@ -399,11 +375,9 @@ def in_terminal(frame: pd.DataFrame) -> Iterator[str]:
         yield "\n\n".join(filter(None, [terminal(sheet._replace(notes=notes)), _said(rows)]))
 
 
-def said(rows: Rows) -> str:
+def said(frame: pd.DataFrame) -> str:
     """What accuracy rows show in sentences, a paragraph for each table of theirs."""
-    return "\n\n".join(
-        filter(None, (_said(of_figure) for _, of_figure in figures_of(as_frame(rows))))
-    )
+    return "\n\n".join(filter(None, (_said(rows) for _, rows in figures_of(frame))))
 
 
 # Which runs make a table

@@ -11,13 +11,14 @@ from statistics import mean
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from harness.files import write_atomic
 from harness.model.shape import load_shape
 from harness.paper.costmodel.predict import Case, predict
 from harness.paper.costmodel.schemes import FITTED, Efficiency, load_platform
-from harness.results.columns import LATENCY, TableRow, published_rows, render_csv
+from harness.results.columns import TableRow, csv_of, published_rows, with_columns
 from harness.results.metrics import SEGMENTS
 from harness.results.pages import render_modelled
 
@@ -111,9 +112,9 @@ def write_tables(results_dir: str | Path) -> list[Path]:
     """
     paths = []
     for figure in FIGURES:
-        rows = figure_rows(figure)
+        rows = with_columns(pd.DataFrame(figure_rows(figure)), "latency")
         paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
-        write_atomic(paths[-1], render_csv(LATENCY, rows))
+        write_atomic(paths[-1], csv_of(rows, "latency"))
         write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, rows))
     return paths
 
