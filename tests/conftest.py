@@ -137,15 +137,6 @@ def runs(monkeypatch, tmp_path):
     return stand_in(monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def no_library() -> Iterator[None]:
-    """Reports without the explorer's library, which takes seconds to bundle; test_board looks for it in a report, and
-    test_report_browser runs it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("harness.report.page.library", lambda: "window.vegaEmbed = undefined;")
-        yield
-
-
 @pytest.fixture
 def small(monkeypatch) -> None:
     """`experiment=accuracy` cut down to three runs; composing all of them takes seconds."""

@@ -119,7 +119,7 @@ BOARD_STEPS = named(
     "link_bytes_per_s step_s budget source shipped run_id"
 )
 """The decode step of a method, the mean of a timed run. `label`: that of the same method's run on a
-text. Seconds and bytes are of one step (`results/board_sources.py`)."""
+text. Seconds and bytes are of one step (`results/board_evidence.py`)."""
 BOARD = named(
     "over model method codec family label asked_budget seq_len rank rank.. num_compared kl_nats "
     "ratio ratio.. degrees num_models num_windows num_places answers answers_difference "
@@ -138,26 +138,11 @@ BOARD_PAIRS = named(
 )
 """Two methods: `ratio` is that of the KL of `label` to that of `other`. `closer` is the label of
 the one that is certainly closer to the full cache; empty where they are not told apart."""
-BOARD_MODELS = named(
-    "model method label asked_budget seq_len domain measure value versus versus.. count "
-    "num_contexts source"
-)
-"""A method on a model (or all models) and a domain, which is a text, a task, or all of them.
-`value`: mean KL in nats, or the share of right answers. `versus`: the ratio to the oracle's KL,
-or the difference to the full cache's answers, with its interval. `count`: windows or questions;
-`num_contexts`: places or contexts."""
-BOARD_CLAIMS = named(
-    "model claim measure label other asked_budget seq_len bound value value.. count verdict source"
-)
-"""A claim on a model, or on all of them together. `value`: the ratio of the two methods' KL, or the
-difference of their answers; `bound`: the largest ratio or the least difference that the claim
-allows."""
 TABLES: Mapping[str, Sequence[Metric]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS,
     "capacity": CAPACITY, "board_texts": BOARD_TEXTS, "board_answers": BOARD_ANSWERS,
     "board_steps": BOARD_STEPS,
-    "board": BOARD, "board_pairs": BOARD_PAIRS, "board_models": BOARD_MODELS,
-    "board_claims": BOARD_CLAIMS,
+    "board": BOARD, "board_pairs": BOARD_PAIRS,
 }  # fmt: skip
 """The shapes of table. The field `table` of a record names its own."""
 _OF_BOARD = "model method codec label asked_budget dense_layers"

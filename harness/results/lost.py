@@ -10,6 +10,7 @@ It reads records alone: no model is loaded. The full cache's run is the one that
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -69,10 +70,10 @@ def _print(asked: argparse.Namespace) -> None:
         about = {"run_id": record["run_id"], "model": model, "label": label, "settings": settings}
         print(json.dumps(about | {"tasks": tasks}, indent=1))
         return
-    about = ", ".join(filter(None, [label, in_words(settings), model]))
+    words = ", ".join(filter(None, [label, in_words(settings), model]))
     for task in tasks:
         runs = f"run {record['run_id']}, full cache {task['full_run']}"
-        print(printable(f"{task['task']}: {about} ({runs})"))
+        print(printable(f"{task['task']}: {words} ({runs})"))
         print(in_text(task, task["gained"] if asked.gained else task["lost"]))
 
 
@@ -105,10 +106,10 @@ def compared(record: Record, full: Baselines, task: str | None = None) -> list[C
         raise UserError(f"{where}: is the full cache's own; name a run of a method")
     if task is not None and task not in tasks:
         raise UserError(f"--task={task}: {nearest(task, tasks)}")
-    found = []
+    found: list[Compared] = []
     for name in tasks if task is None else [task]:
         beside = (of_task(record, other, name) for other in full.runs_for(record))
-        found += filter(None, [next(filter(None, beside), None)])
+        found += itertools.islice(filter(None, beside), 1)
     if not found:
         raise UserError(
             f"{where}: no run of the full cache answered the same questions of "
@@ -136,10 +137,11 @@ def of_task(record: Record, full: Record, task: str) -> Compared | None:
     metrics = [name for name in record["metrics"].get(task, ()) if _is_right_or_wrong(name, pairs)]
     if not metrics:
         return None
-    lost, gained, read = [], [], {True: [], False: []}
+    lost, gained = [], []
+    read: dict[bool, list[float]] = {True: [], False: []}
     for one, two in pairs:
-        fewer = [name for name in metrics if one.get(name, 0) < two.get(name, 0)]
-        more = [name for name in metrics if one.get(name, 0) > two.get(name, 0)]
+        fewer = [name for name in metrics if (one.get(name) or 0) < (two.get(name) or 0)]
+        more = [name for name in metrics if (one.get(name) or 0) > (two.get(name) or 0)]
         lost += [_question(one, two, fewer)] if fewer else []
         gained += [_question(one, two, more)] if more else []
         share = _of_way(one, metrics[0]).get("needle_read")

@@ -265,7 +265,7 @@ OTHERS = (
     DENSE_LAYERS, DENSE_NUMBERS, APART, CLAIM,
     *map(Metric, (
         "experiment", "model", "method", "codec", "platform", "shipped", "task", "text", "series",
-        "wall", "step_source", "answers_note", "closer", "over", "measure", "verdict",
+        "wall", "step_source", "answers_note", "closer", "over",
     )),
     Metric("source", phrase="source: {}"),
     Metric("run_id", phrase="run {}"),
@@ -315,10 +315,7 @@ OTHERS = (
     Metric("other", "other method"),
     Metric("p", "p", NUMBER, 4),
     Metric("p_holm", "p after Holm's correction", NUMBER, 4),
-    Metric("domain", "domain"),
-    Metric("versus", "ratio to the oracle, or minus the full cache", NUMBER, 3),
     Metric("count", "windows or questions", NUMBER, 0),
-    Metric("bound", "bound", NUMBER, 3),
 )  # fmt: skip
 """`harness/results/columns.py` says what those of a table mean there."""
 COLUMNS = {

@@ -5,7 +5,6 @@ which are made of the numbers of the table; all numbers are in the CSV. Frames o
 CSV give the same texts.
 """
 
-import csv
 import io
 import math
 import re
@@ -16,7 +15,7 @@ from functools import partial
 import pandas as pd
 
 from harness.errors import printable
-from harness.results import board_page, board_sources, columns, metrics
+from harness.results import board_page, columns, metrics
 from harness.results.columns import named, shape_of
 from harness.results.metrics import BUDGET, DEVICE_FRAC, MISSING, RESIDENT_FRAC, Metric, quantity
 from harness.results.samples import FULL
@@ -32,7 +31,6 @@ from harness.results.sheet import (
     alike_in_title,
     fits,
     mark_own,
-    mark_own_rows,
     markdown,
     note,
     show_interval,
@@ -76,15 +74,9 @@ def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
     shipped ones are marked.
     """
     shape = shape_of(frame.columns)
-    if frame.empty or shape in board_sources.SHAPES.values():
-        return
-    if shape in board_page.SHEETS:
-        csv_lines = csv.DictReader(io.StringIO(columns.csv_of(frame, shape)))
-        of_board, notes = [*map(columns.typed, csv_lines)], list[str]()
-        if shape != "board":
-            of_board, notes = mark_own_rows(of_board, "label")
-        for sheet in board_page.SHEETS[shape](of_board):
-            yield sheet._replace(notes=[*sheet.notes, *notes])
+    if shape == "board":
+        yield from board_page.boards(frame)
+    if frame.empty or shape.startswith("board"):
         return
     for title, of_title in frame.groupby(_titles(frame), sort=False):
         marked, notes = mark_own(of_title, "series" if shape == "analysis" else "label")

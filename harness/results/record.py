@@ -137,7 +137,7 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 
 def _defaults_of(group: Any) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for field in fields(group):
         value = getattr(group, field.name)
         if is_dataclass(value):

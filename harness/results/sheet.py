@@ -7,9 +7,8 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import pandas as pd
 import yaml
@@ -58,17 +57,6 @@ class Sheet(NamedTuple):
     title: str
     table: pd.DataFrame
     notes: Sequence[str] = ()
-
-    @property
-    def header(self) -> list[str]:
-        """The headings."""
-        return list(map(str, self.table))
-
-    @property
-    def lines(self) -> list[list[str]]:
-        """The cells of each line."""
-        lines: list[list[str]] = self.table.to_numpy().tolist()
-        return lines
 
 
 def sheet_of(
@@ -305,32 +293,3 @@ def wrapped(text: str) -> str:
     """Lines of at most `MAX_LETTERS`, none of which begins with a %."""
     joined = printable(text).replace(" %", "\u00a0%")
     return textwrap.fill(joined, MAX_LETTERS).replace("\u00a0", " ")
-
-
-# Of lists of rows, until the board's pages are frames
-
-Shown = dict[str, Callable[[Any], str]]
-
-
-def sheet_of_lines(
-    title: str, header: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str] = ()
-) -> Sheet:
-    """A sheet of lines of texts."""
-    return Sheet(title, pd.DataFrame(lines, columns=list(header)), notes)
-
-
-def shown_as_is(columns: Iterable[Metric]) -> Shown:
-    """Columns that show a row's own number or words."""
-    return {column.heading: partial(_as_is, column) for column in columns}
-
-
-def _as_is(column: Metric, row: Mapping[str, Any]) -> str:
-    value = row.get(column.name)
-    return str(value or MISSING) if column.digits is None else column.show(value)
-
-
-def mark_own_rows(rows: Sequence[Any], name: str) -> tuple[list[Any], list[str]]:
-    """`mark_own` of a list of rows."""
-    shipped = [{"shipped": row.get("shipped") or "", name: row[name]} for row in rows]
-    marked, notes = mark_own(pd.DataFrame(shipped), name)
-    return [row | {name: label} for row, label in zip(rows, marked[name], strict=True)], notes

@@ -64,8 +64,9 @@ def best_of(table: Path) -> Iterator[tuple[str, str, float, int]]:
     has_budget = (frame["budget"] - frame["asked"]).abs() <= EQUAL
     counts = has_budget & ~settings.contains(r"(?:^|, )codec=") & frame["dense"].notna()
     by_kl = frame[counts].sort_values("value").drop_duplicates(["model", "method", "asked"])
-    for row in by_kl.itertuples():
-        yield row.model, row.method, row.asked, int(row.dense)
+    columns = ["model", "method", "asked", "dense"]
+    for model, method, asked, dense in by_kl[columns].to_numpy().tolist():
+        yield model, method, asked, int(dense)
 
 
 def _default(method: str) -> int | None:

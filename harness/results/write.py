@@ -20,7 +20,7 @@ import pandas as pd
 
 from harness.errors import UserError, exit_code
 from harness.files import holding, write_atomic
-from harness.results import board_sources
+from harness.results import board_evidence
 from harness.results.columns import (
     IDENTITY,
     NO_TABLE,
@@ -38,7 +38,7 @@ from harness.settings.kinds import BOARD, find
 from harness.settings.paths import shipped_beside
 from harness.settings.schema import kind_of
 
-MADE = frozenset(("board", "board_claims", "board_models", "board_pairs"))
+MADE = ("board", "board_pairs")
 """Shapes of the tables that `harness.results.board` makes of other tables."""
 LAYERS_TABLE = "attention_error"
 """The table that shows the runs of `experiment=perplexity` layer by layer."""
@@ -83,9 +83,9 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         if experiment == "perplexity":
             own[LAYERS_TABLE] = "analysis", layers_of(records)
         if experiment == BOARD:
-            for name, of_board in board_sources.rows_of_records(records).items():
-                of_shape = board_sources.SHAPES[name]
-                own[name] = of_shape, with_columns(pd.DataFrame(of_board), of_shape)
+            for name, of_board in board_evidence.evidence_of(records).items():
+                of_shape = board_evidence.SHAPES[name]
+                own[name] = of_shape, with_columns(of_board, of_shape)
         tables = {}
         for name, (of_table, rows) in own.items():
             tables[name] = joined(folder / f"{name}.csv", of_table, rows)
@@ -219,7 +219,7 @@ def _write(path: Path, shape: str, rows: pd.DataFrame) -> None:
         page.unlink(missing_ok=True)
         return
     write_atomic(path, csv_of(rows, shape))
-    if shape not in board_sources.SHAPES.values():
+    if shape not in board_evidence.SHAPES.values():
         write_atomic(page, render_markdown(path.stem, rows))
 
 

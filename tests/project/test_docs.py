@@ -25,7 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lm_eval._cli import HarnessCLI
 
 import harness
-from harness.checks import methods_page
+from docs import methods_page
 from harness.model.tiny import tiny_model
 from harness.results import lost
 from harness.run.cli import main

@@ -165,7 +165,7 @@ def test_a_wrong_export_or_comparison_is_one_line_and_leaves_nothing(
 # Reading
 
 
-def test_a_report_of_an_archive_is_that_of_its_folder(results, packed, no_library, tmp_path, capsys):
+def test_a_report_of_an_archive_is_that_of_its_folder(results, packed, tmp_path, capsys):
     expected = report.write_report(results, tmp_path / "folder.html").read_bytes()
     shutil.copy(packed, tmp_path / "a.zip")
     assert report_main(["--results-dir", str(tmp_path / "a.zip")]) == 0

@@ -13,8 +13,8 @@ from harness.results.columns import csv_of, read_frame
 from harness.results.write import joined
 from harness.run.cli import main
 from harness.settings import paths
-from plots import accuracy, drawing, style
-from plots.data import Tables
+from plots import drawing, style
+from plots.drawing import figure_of
 from tests.plots.test_plots import lines
 from tests.runs import outcome
 
@@ -62,7 +62,7 @@ def test_no_target_of_make_touches_the_shipped_results(target):
     assert "outputs" in words or target in ("accuracy", "speedup"), "these take the default of results_dir"
 
 
-def test_runs_figures_and_the_report_leave_the_shipped_results_as_they_are(checkout, no_library, monkeypatch):
+def test_runs_figures_and_the_report_leave_the_shipped_results_as_they_are(checkout, monkeypatch):
     monkeypatch.setattr(drawing, "FORMATS", {"svg": drawing.FORMATS["svg"]})
     before = contents(Path("results"))
     report = write_report().read_text()
@@ -91,13 +91,13 @@ def test_the_figure_of_budgets_has_no_panel_of_single_points(checkout, runs, cap
     runs.measure = measure
     assert main(README_COMMAND) == 0
     with style.applied():
-        shipped = accuracy.fig11(Tables(Path("results/tables")), "fig11")
-        figure = accuracy.fig11(Tables(Path("outputs/tables")), "fig11")
+        shipped = figure_of(Path("results"), "fig11")
+        figure = figure_of(Path("outputs"), "fig11")
     assert [axes.get_title() for axes in figure.axes] == [axes.get_title() for axes in shipped.axes]
     for budget in (0.1, 0.2):
         assert main(["method=h2o", f"budget={budget}", "num_windows=2"]) == 0
     with style.applied():
-        figure = accuracy.fig11(Tables(Path("outputs/tables")), "fig11")
+        figure = figure_of(Path("outputs"), "fig11")
     assert len(figure.axes) > len(shipped.axes)
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert {"H2O", "H2O *"} <= set(names) and style.OWN_NOTE in figure.get_supxlabel()
@@ -113,8 +113,8 @@ def test_errors_by_layer_keep_every_shipped_curve_beside_ones_own(checkout):
     path.parent.mkdir(parents=True)
     path.write_text(csv_of(joined(path, "analysis", own), "analysis"))
     with style.applied():
-        before = accuracy.attention_error(Tables(Path("results/tables")), "attention_error")
-        after = accuracy.attention_error(Tables(Path("outputs/tables")), "attention_error")
+        before = figure_of(Path("results"), "attention_error")
+        after = figure_of(Path("outputs"), "attention_error")
     curves = [set(axes.get_legend_handles_labels()[1]) for axes in after.axes]
     assert [set(axes.get_legend_handles_labels()[1]) for axes in before.axes] == curves[:2]
     assert curves[2:] == 2 * [{"H2O, 41 % *", "INT4, 33 % *"}], "the budgets of one's own windows nearest to 10 %"

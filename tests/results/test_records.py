@@ -342,7 +342,7 @@ def test_the_environment_of_a_gpu_has_its_driver_link_and_clocks(monkeypatch, tm
     smi.write_text(SMI.replace('echo "GPU-bbbb', '# echo "'))
     assert environment.describe(["cuda:0"])["gpus"][0]["sm_mhz"] == 345, "a part of the only one"
     assert environment.describe(["cpu"])["gpus"] is environment.describe()["gpus"] is None
-    shown = dict(page._readable(found))
+    shown = page.facts_of(found)
     assert (shown["driver"], shown["pcie generation max"], shown["pcie width max"]) == ("580.65.06", "5", "16")
     assert shown["sm mhz max"] == "1980" and not {"gpus", "sm mhz"} & shown.keys()
 

@@ -22,8 +22,7 @@ from harness.settings.config import RunConfig
 from harness.settings.kinds import find
 from harness.settings.schema import CONF_DIR
 from methods.base import TokenCounts
-from plots.data import Tables
-from plots.drawing import DRAWINGS
+from plots.drawing import DRAWINGS, figure_of
 from tests.plots.test_plots import bar_heights, draw, drawn, legend, lines, write
 from tests.runs import reading, tiny_loaded
 
@@ -82,7 +81,7 @@ def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
     assert all(math.isfinite(float(row[value])) for row in rows)
     in_paper = {line.partition(",")[0] for line in PUBLISHED_CSV.read_text().splitlines()}
     assert ("## published numbers" in Path(f"outputs/tables/{table}.md").read_text()) == (table in in_paper)
-    drawn = DRAWINGS[name](Tables(Path("outputs/tables")), name) if name in DRAWINGS else None
+    drawn = figure_of(Path("outputs"), name) if name in DRAWINGS else None
     assert (drawn is not None) == (name in DRAWINGS and name not in OF_SEVERAL_RUNS)
 
 

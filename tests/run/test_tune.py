@@ -1,5 +1,6 @@
 """`experiment=tune` and the sweep of `experiment=board` that reads its numbers; one's own rows on the board."""
 
+import math
 import re
 from contextlib import contextmanager
 from itertools import product
@@ -12,8 +13,8 @@ from omegaconf import OmegaConf
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from harness.results import board, columns, tuned
+from harness.results.board_evidence import step_at, step_seconds, timed_step
 from harness.results.board_rows import ORACLES
-from harness.results.board_sources import step_at, step_seconds, timed_step
 from harness.results.columns import TableRow, read_table
 from harness.run import cli
 from harness.run.compose import choices, composed, load
@@ -194,17 +195,18 @@ def test_an_entry_is_lenient_only_where_it_says_so():
 
 def test_a_step_at_another_budget_follows_from_the_timed_one():
     late = {"compute_s": 1.0, "link_bytes": 3.0, "late_bytes": 1.0}
-    assert step_seconds(late, 1.0) == 3.0 and step_seconds(late, 10.0) == pytest.approx(1.1)
+    assert step_seconds(late | {"link_bytes_per_s": 1.0}) == 3.0
+    assert step_seconds(late | {"link_bytes_per_s": 10.0}) == pytest.approx(1.1)
     metrics = dict.fromkeys(("platform", "batch_size", "prompt_len", "source"), 0)
     metrics |= {"gen_len": 11, "decode_s": 0.1, "exposed_transfer_s": 0.02, "h2d_bytes": 10 * 2**20}
     step = timed_step(metrics | {"late_bytes": 5 * 2**20, "link_bytes_per_s": 2**20})
     assert (step["step_s"], step["compute_s"], step["link_bytes"]) == (pytest.approx(0.01), pytest.approx(0.008), 2**20)
-    larger = step_at(step, 0.1, 0.3, 0)
-    assert (larger["link_bytes"], larger["late_bytes"]) == (pytest.approx(3 * 2**20), pytest.approx(1.5 * 2**20))
-    assert larger["step_s"] == pytest.approx(0.01 + 3 - 1), "all of it waits for the link"
-    larger = step_at(step, 0.1, 0.3, 1)
-    assert larger["late_bytes"] == pytest.approx(2.5 * 2**20), "the dense layer's bytes, which are hidden, do not grow"
-    assert step_at(step, 0.1, None, 0)["step_s"] is None and timed_step(metrics | {"h2d_bytes": None}) == {}
+    assert step_at(step, 3, 0) == pytest.approx(0.01 + 3 - 1), "all of it waits for the link"
+    step |= {"compute_s": 2.0, "step_s": 2.5}  # half of the bytes are hidden, at any budget those of a dense layer
+    assert step_at(step, 3, 0) == pytest.approx(2.5 + (2 + 1.5) - (2 + 0.5))
+    assert step_at(step, 3, 1) == pytest.approx(2.5 + (2 + 2.5) - (2 + 0.5))
+    assert math.isnan(step_at(step | {"link_bytes_per_s": math.nan}, 3, 0))
+    assert timed_step(metrics | {"h2d_bytes": None}) == {}
 
 
 # One's own method or codec beside the shipped ones
