@@ -94,12 +94,12 @@ def _titles(frame: pd.DataFrame) -> pd.Series:
 
 def render_markdown(name: str, frame: pd.DataFrame) -> str:
     """The whole `.md` file of a table, with published numbers at its end."""
-    shape = "accuracy" if frame.empty else shape_of(frame.columns)
     sheets = list(sheets_of(frame))
-    published = columns.published().query("figure == @name")
+    published = columns.published().query("figure == @name")[PUBLISHED_HEADER]
     if len(published):
-        sheets.append(Sheet("published numbers", published[PUBLISHED_HEADER].replace("", MISSING)))
-    return markdown(name, note(shape, max_columns=MAX_COLUMNS), sheets)
+        sheets.append(Sheet("published numbers", published.replace("", MISSING)))
+    words = note(shape_of(frame.columns), max_columns=MAX_COLUMNS)
+    return markdown(name, words, sheets)
 
 
 def render_modelled(figure: str, frame: pd.DataFrame) -> str:
@@ -109,15 +109,11 @@ def render_modelled(figure: str, frame: pd.DataFrame) -> str:
 
 def render_terminal(frame: pd.DataFrame) -> str:
     """A table for a terminal, with the most important columns; "" without rows."""
-    if frame.empty:
-        return ""
     shape = shape_of(frame.columns)
     if shape == "accuracy":
-        texts: Iterable[str] = in_terminal(frame)
-    else:
-        brief = frame.drop(columns=NOT_BRIEF, errors="ignore") if shape == "latency" else frame
-        texts = map(_timed, sheets_of(brief))
-    return "\n\n".join(texts)
+        return "\n\n".join(_figures(frame))
+    brief = frame.drop(columns=NOT_BRIEF) if shape == "latency" else frame
+    return "\n\n".join(map(_timed, sheets_of(brief)))
 
 
 # Settings
@@ -356,7 +352,7 @@ MAX_NAMES, MAX_TASKS = 4, 2
 """Methods and tasks that a sentence names."""
 
 
-def in_terminal(frame: pd.DataFrame) -> Iterator[str]:
+def _figures(frame: pd.DataFrame) -> Iterator[str]:
     """Accuracy rows as tables with their sentences; chunks of texts are left to the CSV. A note
     stands below the first table alone."""
     explained: set[str] = set()
@@ -370,10 +366,9 @@ def in_terminal(frame: pd.DataFrame) -> Iterator[str]:
         yield "\n\n".join(filter(None, [terminal(sheet._replace(notes=notes)), _said(rows)]))
 
 
-def said(rows: pd.DataFrame) -> str:
+def said(frame: pd.DataFrame) -> str:
     """What accuracy rows show in sentences, a paragraph for each table of theirs."""
-    said = [_said(of_figure) for _, of_figure in figures_of(rows)]
-    return "\n\n".join(filter(None, said))
+    return "\n\n".join(filter(None, (_said(rows) for _, rows in figures_of(frame))))
 
 
 # Which runs make a table

@@ -14,7 +14,7 @@ from harness.errors import UserError
 from harness.model.shape import load_shape
 from harness.paper.costmodel.capacity import LAUNCH_S, LAUNCHES_OF_A_PASS, modelled_step
 from harness.results.columns import read_frame
-from harness.results.sheet import pipes
+from harness.results.sheet import MAX_LETTERS, pipes
 from harness.run import advise, cli, worked
 from harness.run.compose import load
 from harness.settings.config import RunConfig
@@ -235,6 +235,9 @@ def test_the_command_prints_it(few, capfd, tmp_path):
     assert f"Recommendation: {data['recommendation']['label']}" in printed and len(data["options"]) > 10
     for words in ("Machine: 1 rtx4090-pcie4, by NVIDIA", "Not measured: this model", "Left out, as nobody measured"):
         assert words in printed
+    tables = [line for line in printed.splitlines() if line.startswith("|")]
+    assert any("rows lie" in line and "points lost" in line for line in tables)
+    assert max(map(len, tables)) <= MAX_LETTERS
 
 
 @pytest.mark.parametrize(
