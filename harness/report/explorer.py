@@ -158,9 +158,8 @@ def _point(row: TableRow) -> Json:
         else:
             show = show_ratio if name == metrics.RATIO.name else metric.show
             shown: TableRow = row if quantity.has_ends else {name: value}
-            point[f"text_{name}"] = show_interval(
-                show, *(shown.get(f"{name}{end}") for end in ("", "_low", "_high"))
-            )
+            numbers: list[Any] = [shown.get(f"{name}{end}") for end in ("", "_low", "_high")]
+            point[f"text_{name}"] = show_interval(show, *numbers)
     return point
 
 
