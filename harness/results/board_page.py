@@ -24,7 +24,18 @@ from harness.results.board_rows import (
     traffic,
 )
 from harness.results.metrics import COLUMNS, EQUAL, MISSING, Metric
-from harness.results.sheet import OWN, OWN_NOTE, Sheet, markdown, note, show_range
+from harness.results.sheet import (
+    MAX_ROWS,
+    SHARES,
+    Sheet,
+    alike_in_title,
+    mark_own,
+    markdown,
+    note,
+    show_range,
+    terminal,
+    wrapped,
+)
 
 SAYS = yaml.safe_load(Path(__file__).with_name("board.yaml").read_text(encoding="utf-8"))
 """README's rows and budget, and the claims."""
@@ -113,11 +124,9 @@ def _table(rows: pd.DataFrame, names: str) -> pd.DataFrame:
             table[column.heading] = rows[name].replace("", MISSING)
         else:
             table[column.heading] = rows[name].map(column.show)
-    return (
-        table
-        if rows["step_s"].notna().any()
-        else table.drop(columns=metrics.STEP.heading, errors="ignore")
-    )
+    if rows["step_s"].notna().any():
+        return table
+    return table.drop(columns=metrics.STEP.heading, errors="ignore")
 
 
 def _budget(budget: float) -> str:
@@ -153,18 +162,6 @@ def _notes_on_steps(rows: pd.DataFrame) -> list[str]:
     return notes
 
 
-def _sheet(title: str, table: pd.DataFrame, notes: Sequence[str] = ()) -> Sheet:
-    return Sheet(title, list(map(str, table)), table.to_numpy().tolist(), notes)
-
-
-def _mark_own(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Rows with one's own runs marked where others are shipped, and a note on it."""
-    is_own = rows["shipped"] != "yes"
-    if is_own.all() or not is_own.any():
-        return rows, []
-    return rows.assign(label=rows["label"].mask(is_own, rows["label"] + f" {OWN}")), [OWN_NOTE]
-
-
 # The pages
 
 
@@ -182,7 +179,7 @@ def boards(methods: pd.DataFrame) -> Iterator[Sheet]:
 
 def _of_settings(rows: pd.DataFrame) -> Iterator[Sheet]:
     """For each budget and length the compared methods, the closest first, then the others."""
-    rows, of_own = _mark_own(rows)
+    rows, of_own = mark_own(rows, "label")
     for _, of_setting in rows.groupby(SETTING, sort=False):
         title, is_apart = _setting(of_setting.iloc[0]), of_setting["apart"] != ""
         compared, apart = of_setting[~is_apart], of_setting[is_apart]
@@ -190,11 +187,11 @@ def _of_settings(rows: pd.DataFrame) -> Iterator[Sheet]:
             shown = f"label rank ratio {OF_ANSWERS} {OF_SHARES} step_s dense_numbers"
             table = _table(compared, shown).rename(columns={"rank": f"rank of {len(compared)}"})
             notes = [*_notes_on_answers(compared), *_notes_on_steps(compared), *of_own]
-            yield _sheet(title, table, [_counts(compared.iloc[0]), *notes])
+            yield Sheet(title, table, [_counts(compared.iloc[0]), *notes])
         if len(apart):
             table = _table(apart, f"label apart ratio num_windows {OF_ANSWERS} {OF_SHARES} step_s")
             notes = [*_notes_on_answers(apart), *_notes_on_steps(apart)]
-            yield _sheet(f"{title}: not compared", table, notes)
+            yield Sheet(f"{title}: not compared", table, notes)
 
 
 def page(methods: pd.DataFrame, claims: pd.DataFrame, left_out: Sequence[str]) -> str:
@@ -229,10 +226,8 @@ def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
         rows = here.loc[[label for label in SAYS["readme"]["methods"] if label in here.index]]
         if rows.empty or compared.empty:
             continue
-        table, notes = (
-            _table(rows, f"label {OF_SHARES} ratio"),
-            [_counts(compared.iloc[0]), of_answers],
-        )
+        table = _table(rows, f"label {OF_SHARES} ratio")
+        notes = [_counts(compared.iloc[0]), of_answers]
         of_models = by_label[by_label["over"] != ALL_MODELS]
         for model, of_model in of_models.groupby("over", sort=False):
             ratios = of_model["ratio"].reindex(rows.index).map(show_ratio, na_action="ignore")
@@ -242,7 +237,7 @@ def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
         if rows["answers"].notna().any():
             table[metrics.ANSWERS_DIFFERENCE.heading] = _differences(rows)
             notes += _notes_on_answers(rows)
-        yield _sheet(f"README rows: {_setting(rows.iloc[0])}", table, notes)
+        yield Sheet(f"README rows: {_setting(rows.iloc[0])}", table, notes)
 
 
 def _by_memory(rows: pd.DataFrame) -> Iterator[Sheet]:
@@ -255,7 +250,7 @@ def _by_memory(rows: pd.DataFrame) -> Iterator[Sheet]:
         limits = {"equal": 100 * EQUAL, "same_step": 100 * SAME_STEP}
         words = note("memory", costs=", ".join(COSTS), **limits)
         title = f"by memory, windows of {seq_len:,.0f} tokens"
-        yield _sheet(title, table, [words, *_notes_on_steps(found)])
+        yield Sheet(title, table, [words, *_notes_on_steps(found)])
 
 
 def _claims(claims: pd.DataFrame) -> Iterator[Sheet]:
@@ -284,7 +279,7 @@ def _claims(claims: pd.DataFrame) -> Iterator[Sheet]:
             line[f"{verdict} on"] = listed or MISSING
         lines.append(line)
     if lines:
-        yield _sheet("claims", pd.DataFrame(lines))
+        yield Sheet("claims", pd.DataFrame(lines))
 
 
 # A terminal, and the sentence of the report
@@ -293,15 +288,13 @@ def _claims(claims: pd.DataFrame) -> Iterator[Sheet]:
 def printed(methods: pd.DataFrame) -> str:
     """The first board at README's budget (else at its smallest) for a terminal: the methods that
     are the closest on the shortest windows, one's own, and what the table says. "" without any."""
-    from harness.results.summary import MAX_ROWS, SHARES, printed_sheet, wrapped
-
     found = shortest(methods)
     if found.empty:
         return ""
     is_own = found["shipped"] != "yes"
     closest = found[~is_own].index[: max(0, MAX_ROWS - is_own.sum())]
     shown = found[is_own | found.index.isin(closest)]
-    marked, of_own = _mark_own(shown)
+    marked, of_own = mark_own(shown, "label")
     table = pd.DataFrame({"method": marked["label"], "rank": _places(shown, "-")})
     table[metrics.RATIO.heading], table["answers"] = _ratios(shown), _differences(shown)
     for heading, share in SHARES.items():
@@ -311,8 +304,8 @@ def printed(methods: pd.DataFrame) -> str:
     if len(shown) < len(found):
         which = ", the closest and one's own" if 0 < is_own.sum() < len(found) else ", the closest"
         notes.append(f"{len(shown)} of {len(found)} methods{which}.")
-    sheet = _sheet(f"board, {_setting(found.iloc[0])}", table, notes)
-    return f"{printed_sheet(sheet)}\n\n{wrapped(said(methods))}"
+    sheet = Sheet(f"board, {_setting(found.iloc[0])}", table, notes)
+    return f"{terminal(alike_in_title(sheet))}\n\n{wrapped(said(methods))}"
 
 
 def shortest(methods: pd.DataFrame) -> pd.DataFrame:

@@ -27,8 +27,8 @@ from harness.results.samples import clustered_stderr
 from harness.results.stats import LEVEL, estimates, holm
 from harness.run.compose import composed, load
 from harness.settings.schema import CONF_DIR
-from plots import data, style
-from plots.board import budget, draw
+from plots import style
+from plots.drawing import figure_of
 from tests.report.test_report import Page
 from tests.results.test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, shares
 from tests.runs import refusal_of
@@ -690,7 +690,7 @@ def test_the_figure_has_a_panel_a_budget_and_a_line_a_method(results):
     add_windows(results, ["Paged"], budget=0.2)
     board.write(results)
     with style.applied():
-        figure = draw(data.Tables(results / "tables"), "board")
+        figure = figure_of(results, "board")
         assert figure is not None
         figure.draw_without_rendering()
     small, large = figure.axes
@@ -700,21 +700,21 @@ def test_the_figure_has_a_panel_a_budget_and_a_line_a_method(results):
     xs = sorted(float(bar.lines[0].get_xdata()[0]) for bar in large.containers)
     assert xs == pytest.approx([0.5, 0.5, 0.51, 0.51, 1, 1, 2, 4, 4], rel=0.03)
     (legend,) = figure.legends
-    assert {text.get_text() for text in legend.get_texts()} >= {"windows of 1,024 tokens", "not compared"}
+    assert {text.get_text() for text in legend.get_texts()} >= {"texts of 1,024 tokens", "not compared"}
     notes = " ".join(text.get_text() for text in figure.findobj(Text))
     assert "3 models, 40 windows of 1,024 tokens, 40 windows of 4,096 tokens" in notes
-    assert draw(data.Tables(results / "nothing" / "tables"), "board") is None
+    assert figure_of(results / "nothing", "board") is None
 
 
 def test_the_figure_of_ten_methods_has_a_line_each_over_all_models(results, monkeypatch):
     monkeypatch.setitem(style.REGISTRY, "budget", ["Oracle", "Near", "Far"])
     board.write(results)
-    assert budget(data.Tables(results / "tables"), "budget") is None, "of one budget there is no line"
+    assert figure_of(results, "budget") is None, "of one budget there is no line"
     add_windows(results, asked_budget=0.05, budget=0.05)
     board.write(results)
     table = read_table(results / "tables" / "board-methods.csv")
     with style.applied():
-        figure = budget(data.Tables(results / "tables"), "budget")
+        figure = figure_of(results, "budget")
         assert figure is not None
         figure.draw_without_rendering()
     (axes,) = figure.axes
