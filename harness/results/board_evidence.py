@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from harness.errors import UserError
-from harness.results.columns import IDENTITY, TABLES, WORDS, names, read_frame
+from harness.results.columns import IDENTITY, TABLES, names, read_frame, with_columns
 from harness.results.record import Record, in_words
 from harness.results.samples import is_full
 from harness.settings.kinds import OF_CODECS
@@ -56,16 +56,6 @@ def evidence_of(records: Iterable[Record]) -> dict[str, pd.DataFrame]:
         runs = frame.groupby(list(IDENTITY[shape]), dropna=False)["run_id"]
         found[name] = frame[frame["run_id"] == runs.transform("last")]
     return found
-
-
-def ordered(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a table of evidence by label, budget, length, text or task, and number."""
-    keys = [
-        "model", "label", "asked_budget", "seq_len", "text", "task", "dense_layers", "run_id",
-        "window", "context_id",
-    ]  # fmt: skip
-    filled = rows.fillna({"asked_budget": 1, "dense_layers": 0})
-    return rows.loc[filled.sort_values([key for key in keys if key in rows]).index]
 
 
 def _run(record: Record) -> dict[str, Any]:
@@ -233,9 +223,9 @@ def read(results: Path) -> Evidence:
 
 def _read(folders: Sequence[Path], name: str) -> pd.DataFrame:
     """A table of all folders, its `asked_budget` as `own_budget`."""
-    columns, identity = names(TABLES[SHAPES[name]]), list(IDENTITY[SHAPES[name]])
-    dtypes = {column: "str" if column in WORDS else float for column in columns}
-    frames = [pd.DataFrame(columns=[*columns, "folder"]).astype({**dtypes, "folder": int})]
+    shape = SHAPES[name]
+    identity = list(IDENTITY[shape])
+    frames = [with_columns(pd.DataFrame(), shape).assign(folder=0)]
     for number, folder in enumerate(folders):
         path = table_to_read(folder, f"{name}.csv")
         if path is None:
