@@ -5,7 +5,6 @@ which are made of the numbers of the table; all numbers are in the CSV. Frames o
 CSV give the same texts.
 """
 
-import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
