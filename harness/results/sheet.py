@@ -59,15 +59,10 @@ class Sheet(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def sheet_of(
-    title: str,
-    items: Iterable[T],
-    shown: Mapping[str, Callable[[T], str]],
-    notes: Sequence[str] = (),
-) -> Sheet:
+def sheet_of(title: str, items: Iterable[T], shown: Mapping[str, Callable[[T], str]]) -> Sheet:
     """A sheet with a line for each item. shown: what a line has under each heading."""
     lines = [[show(item) for show in shown.values()] for item in items]
-    return Sheet(title, pd.DataFrame(lines, columns=list(shown)), notes)
+    return Sheet(title, pd.DataFrame(lines, columns=list(shown)))
 
 
 def texts_of(frame: pd.DataFrame, columns: Iterable[Metric]) -> pd.DataFrame:

@@ -155,7 +155,7 @@ def test_what_fits_without_offloading_stands_first(few):
     per_user = full.step.capacity.needs(2).slots - full.step.capacity.needs(1).slots
     assert light.users - full.users == pytest.approx(saved / per_user, abs=1)
     sheet, *_ = advise.sheets(many)
-    shown = {line[0]: line for line in sheet.lines}
+    shown = {line[0]: line for line in sheet.table.to_numpy()}
     assert shown["Full cache"][2] == str(full.users) and shown["Full cache"][5] == str(light.users)
     assert {"FP8", "INT8", "INT4", "KIVI-4", "llama.cpp q8_0", "NVFP4"} <= set(shown)
     assert shown["FP8"][-1] == "not measured" and shown["KIVI-4"][-1] == "1.1"
