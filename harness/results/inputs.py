@@ -38,8 +38,11 @@ CODE = "code:"
 IMPORTS, WORDS = re.compile(r"^\s*(?:from|import) (.*)", re.MULTILINE), re.compile(r"\w+")
 """The rest of a line of Python that imports, and the names in it."""
 METHODS = "methods"
-CORE = (METHODS, *(f"harness/{name}" for name in ("data", "decode", "model", "replay", "settings")))
-"""Folders of code that all kinds of run share."""
+CORE = (
+    "harness/data", "harness/decode", "harness/model", "harness/replay", "harness/settings",
+    f"{METHODS}/codecs",
+)  # fmt: skip
+"""Folders of code that all runs share."""
 
 
 def common(config: RunConfig, *, weights: bool) -> dict[str, str]:
@@ -160,12 +163,11 @@ def _leaf(leaf: Leaf, digest: str, data: DataConfig) -> str:
 
 
 def _code(config: RunConfig) -> str:
-    """One digest of the project's sources for this kind of run, and of the user's own method and
-    codec."""
+    """One digest of the sources of all runs, of this kind, and of the method and the codec."""
     own = [f"harness/{name}" for name in find(config.kind).code]
     files = {*_sources([*CORE, *own])}
-    for part in (config.method, config.own_codec):
-        files |= _own_sources(type(part).__module__)
+    for part in filter(None, (config.method, config.own_codec)):
+        files |= _imported(type(part).__module__)
     return _digest(files)
 
 
@@ -192,27 +194,24 @@ def _sources(names: Sequence[str]) -> Iterator[Path]:
         yield from path.rglob("*.yaml")
 
 
-def _own_sources(module: str) -> set[Path]:
-    """The files of a user's own module: all Python files of its outermost package; of a module
-    without one, its file and what lies beside it that it imports, also indirectly.
-
-    Nothing for a module that is not a user's own.
-    """
-    file = own_file(module)
-    if file is None:
-        return set()
+def _imported(module: str) -> set[Path]:
+    """The files of a method's or codec's module: its own, of a user's in a package all of the
+    outermost one, and what they import, also indirectly, from beside it and from `methods`."""
+    shipped, own = PACKAGES_DIR / METHODS, own_file(module)
+    file = own or PACKAGES_DIR.joinpath(*module.split(".")).with_suffix(".py")
     depth = module.count(".") + (file.stem == "__init__")
-    if depth:
-        return set(file.parents[depth - 1].rglob("*.py"))
-    found, todo = set(), {file}
+    todo = {file}
+    if own and depth:
+        todo = set(file.parents[depth - 1].rglob("*.py"))
+    found: set[Path] = set()
     while todo:
         found |= todo
-        texts = [path.read_text(encoding="utf-8") for path in todo]
-        imported = set(WORDS.findall("\n".join(IMPORTS.findall("\n".join(texts)))))
-        beside = [path for path in file.parent.iterdir() if path.stem in imported]
-        todo = {path for path in beside if path.suffix == ".py"}
-        for folder in filter(Path.is_dir, beside):
-            todo |= {*folder.rglob("*.py")}
+        text = "\n".join(path.read_text(encoding="utf-8") for path in todo)
+        imported = set(WORDS.findall("\n".join(IMPORTS.findall(text))))
+        todo = set()
+        for path in (*file.parent.iterdir(), *shipped.iterdir()):
+            if path.stem in imported:
+                todo |= {path} if path.suffix == ".py" else {*path.rglob("*.py")}
         todo -= found
     return found
 

@@ -137,7 +137,8 @@ def test_the_code_that_makes_another_run_of_the_same_settings(sources):
     config = load(["method=h2o"])
     before = digests_of(config)
     for file, text, counts in (
-        *((f"methods/{name}.py", MORE, True) for name in ("h2o", "streaming", "codecs/turbo")),
+        *((f"methods/{name}.py", MORE, True) for name in ("h2o", "evicting", "codecs/turbo")),
+        ("methods/quest.py", MORE, False),
         *((f"harness/{name}.py", MORE, True) for name in ("scoring/perplexity", "replay/session", "data/text")),
         *((f"harness/{name}.py", MORE, True) for name in ("settings/task_config", "results/samples")),
         ("methods/codecs/int4.yaml", MORE, True),
