@@ -1,7 +1,7 @@
-"""From settings to a run: Hydra composes `conf/`, the given values go in, `parse` checks and freezes.
+"""From settings to a run: Hydra composes `conf/`, the given values go in, `parse` checks.
 
-    config = load(["method=h2o", "method.heavy_frac=0.05", "experiment=tasks"])
-    config = load({"method": "h2o", "method.heavy_frac": 0.05, "experiment": "tasks"})
+config = load(["method=h2o", "method.heavy_frac=0.05", "experiment=tasks"])
+config = load({"method": "h2o", "method.heavy_frac": 0.05, "experiment": "tasks"})
 """
 
 from __future__ import annotations

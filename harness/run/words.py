@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString, Sweep
@@ -28,6 +28,10 @@ FREE_TEXT = (
 )  # fmt: skip
 """Settings that are any text, which Hydra's grammar would read as lists, sweeps or numbers."""
 MULTIRUN = ("-m", "--multirun")
+PRINTED = ("--cfg", "-c", "job")
+"""Words that print the settings of a run."""
+OF_LAUNCHERS = ("hydra/launcher", "hydra.launcher", "hydra.verbose")
+"""The settings of Hydra that a command may give."""
 SHOWN = 200
 """Letters of a command that a refusal repeats at most."""
 
@@ -59,12 +63,46 @@ def read(word: str) -> tuple[str, Any]:
     return _name(given), given.value()
 
 
-def jobs_of(argv: Sequence[str]) -> list[dict[str, Any]]:
-    """The settings of each job of a command: of one, or with `-m` of each combination of its
-    sweeps."""
-    words = [word for word in argv if word not in MULTIRUN]
-    if len(words) == len(argv):
-        return [values_of(words)]
+class Command(NamedTuple):
+    """A command line. jobs: the settings of each. prints: what is printed in place of a run.
+    of_launcher: words of the launcher of Hydra's that starts the jobs; none starts them here."""
+
+    jobs: list[dict[str, Any]]
+    prints: Literal["help", "settings"] | None
+    of_launcher: list[str]
+
+
+def command_of(argv: Sequence[str]) -> Command:
+    """A command line as it is meant. Raises UserError for a word that is none, with what to type in
+    its place."""
+    words: list[str] = []
+    of_launcher: list[str] = []
+    prints: Literal["help", "settings"] | None = None
+    for number, word in enumerate(argv):
+        plain(word, "")
+        if word in ("--help", "-h"):
+            prints = "help"
+        elif word in PRINTED:
+            prints = prints or "settings"
+        elif word.lstrip("+").startswith("hydra"):
+            of_launcher.append(word)
+        elif word not in MULTIRUN and ("=" not in word or word.startswith("-")):
+            instead = hints.instead_of(argv, number, FREE_TEXT)
+            raise UserError(f"{word}: must be NAME=VALUE; type {instead}")
+        elif word not in MULTIRUN:
+            words.append(word)
+    is_sweep = not {*MULTIRUN}.isdisjoint(argv)
+    for word in of_launcher:
+        if not word.lstrip("+").startswith(OF_LAUNCHERS):
+            allowed = f"results go to results_dir=; allowed of Hydra's: {', '.join(OF_LAUNCHERS)}"
+            raise UserError(f"{word}: is no setting of a run; {allowed}")
+        if not is_sweep:
+            raise UserError(f"{word}: starts the jobs of a sweep, which needs -m")
+    return Command(_jobs(words) if is_sweep else [values_of(words)], prints, of_launcher)
+
+
+def _jobs(words: Iterable[str]) -> list[dict[str, Any]]:
+    """The settings of each combination of the sweeps among the words."""
     axes = []
     for word in words:
         given = parsed(word)
@@ -116,7 +154,8 @@ def plain(value: Any, name: str) -> Any:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{name}={printable(text)}: is not UTF-8 text") from None
+            where = f"{name}={printable(text)}" if name else printable(text)
+            raise UserError(f"{where}: is not UTF-8 text") from None
         return text
     if value is None or isinstance(value, bool):
         return value

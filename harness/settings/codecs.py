@@ -20,7 +20,6 @@ from harness.errors import UserError, nearest
 from harness.settings.paths import PACKAGES_DIR
 
 if TYPE_CHECKING:
-    from harness.settings.config import RunConfig
     from methods.codecs.base import RowCodec
 
 
@@ -141,65 +140,3 @@ def codec_words(
     if codec_layers:
         words += f"[{','.join(codec_layers)}]"
     return words
-
-
-def check_codecs(config: RunConfig) -> None:
-    """Raise UserError for settings of rows that contradict one another or have no effect."""
-    keys, values = config.codec, config.value_codec or config.codec
-    for setting in ("value_codec", "codec_layers"):
-        value = getattr(config, setting)
-        if value is not None and keys is None:
-            listed = f"[{','.join(value)}]" if isinstance(value, tuple) else value
-            of_others = "the keys" if setting == "value_codec" else "other layers"
-            needed = f"needs codec=, the format of {of_others}; fp32 is exact"
-            raise UserError(f"{setting}={listed}: {needed}")
-    own = config.codec if config.own_codec is not None else None
-    for setting, name in (("codec", keys), ("value_codec", config.value_codec)):
-        is_own = setting == "codec" and own is not None
-        if name is not None and not is_own and name not in codec_names():
-            raise UserError(f"{setting}={name}: {nearest(name, codec_names())}")
-    layers = layer_formats(config.codec_layers or ())
-    dense_layers = config.method.dense_layers
-    for entry in layers:
-        if entry.last is not None and entry.last < dense_layers:
-            are_dense = f"method.dense_layers={dense_layers} leaves these layers as they are"
-            later = "name later ones, or set it to 0"
-            raise UserError(f"codec_layers=[{entry.words}]: {are_dense}; {later}")
-    formats = {keys, values, *(entry.keys for entry in layers), *(entry.values for entry in layers)}
-    words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
-    has_groups = any(takes(name, "group_size") for name in formats)
-    are_turned = takes(keys, "rotation") and takes(values, "rotation")
-    are_floats = all(name is None or is_float(name) for name in (keys, values))
-    by_channel, size, residual = config.key_groups == "channel", config.group_size, config.residual
-    is_tiled = any(_span(name, size) > 1 for name in formats)
-    grouped = "key_groups=channel" if by_channel else words
-    not_whole = residual == 0 or residual % size != 0
-    integer = "choose an integer codec"
-    rules = [
-        ("group_size", size != GROUP_SIZE and not has_groups, f"{words} has no groups; {integer}"),
-        ("rotation", config.rotation and not are_turned, f"{words} is not turned; {integer}"),
-        ("residual", residual and are_floats, f"{words} leaves no token behind; {integer}"),
-        (
-            "key_groups",
-            by_channel and not is_integer(keys),
-            f"codec={keys} has no groups; {integer}",
-        ),
-        (
-            "residual",
-            (by_channel or is_tiled) and not_whole,
-            f"must be a multiple of group_size={size}, above 0, with {grouped}",
-        ),
-        (
-            "residual",
-            residual and not config.method.reads_all,
-            f"method={config.method_name} does not read all that is cached",
-        ),
-    ]
-    for setting, is_wrong, why in rules:
-        if is_wrong:
-            raise UserError(f"{setting}={getattr(config, setting)}: {why}")
-
-
-def _span(name: str | None, group_size: int) -> int:
-    """Tokens that a shipped codec codes together."""
-    return codec_named(name, group_size=group_size).span if name in codec_names() else 1

@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from harness.errors import UserError, nearest
 from harness.settings import systems
-from harness.settings.codecs import check_codecs
+from harness.settings.codecs import (
+    GROUP_SIZE,
+    codec_named,
+    codec_names,
+    is_float,
+    is_integer,
+    layer_formats,
+    takes,
+)
 from harness.settings.config import BEHIND_LINK, RUNNING, RunConfig, Statistic
-from harness.settings.kinds import BOARD, KINDS, find
+from harness.settings.kinds import BOARD, find
 from harness.settings.schema import kind_of, options
-
-if TYPE_CHECKING:
-    from methods.base import Method
 
 Rule = tuple[str, object, str]
 """A setting, whether it is wrong, and why."""
@@ -31,7 +36,7 @@ def check(config: RunConfig, given: Collection[str]) -> None:
     given: the names of those that the user gave.
     """
     _check_budget(config, given)
-    check_codecs(config)
+    _check_codecs(config)
     systems.check_gpu_cache(config.method, config.gpu_cache)
     if find(config.kind).live:
         systems.check_combination(config.method, config.placement, config.gpu_cache)
@@ -66,7 +71,7 @@ def _of_sources(config: RunConfig) -> Iterator[Rule]:
     has_source = model.hub_id is not None or model.path is not None
     reads_ids = "model.weights=random reads random token ids; leave it out, or pretrained"
     needs_ids = "needs model.weights=random; allowed: offline"
-    yield "data", is_local and data.root is None, "needs data.root=DIR, with a sub-folder a data set"
+    yield "data", is_local and data.root is None, "needs data.root=DIR, with a folder a data set"
     yield "data.root", not is_local and data.root, f"is read by data=local only, not by {data.name}"
     yield "corpus.seed", corpus.seed is not None and not corpus.spread, "needs corpus.spread=true"
     for name, text in (("corpus", corpus), ("calibration", config.calibration)):
@@ -83,55 +88,81 @@ def _of_machines(config: RunConfig) -> Iterator[Rule]:
     is_modelled, capacity = platform.sheet is not None, config.kind == "capacity"
     streams, gib = platform.weights_on_device < 1, platform.device_gib
     no_link = f"experiment={config.experiment} decodes through no"
-    yield "platform", is_modelled and not kind.modelled, (
-        "is modelled, nothing runs there; allowed here: cpu, cuda"
+    yield (
+        "platform",
+        is_modelled and not kind.modelled,
+        ("is modelled, nothing runs there; allowed here: cpu, cuda"),
     )
     yield "platform.name", not is_modelled and name not in RUNNING, nearest(name, RUNNING)
-    yield "platform.link_gbps", platform.link_gbps is not None and not is_cpu, (
-        "sets the emulated link of platform=cpu; leave it null"
+    yield (
+        "platform.link_gbps",
+        platform.link_gbps is not None and not is_cpu,
+        ("sets the emulated link of platform=cpu; leave it null"),
     )
     yield "platform.device_gib", gib and not kind.live, f"{no_link} device memory; leave it out"
     yield "platform.weights_on_device", streams and not kind.live, f"{no_link} link; leave it out"
-    yield "platform.device_gib", gib and is_cpu and streams, (
-        f"and platform.weights_on_device={platform.weights_on_device}: an emulated device holds all "
-        "weights; leave one of them out"
+    yield (
+        "platform.device_gib",
+        gib and is_cpu and streams,
+        (
+            f"an emulated device holds all weights, and platform.weights_on_device is "
+            f"{platform.weights_on_device}; leave one of them out"
+        ),
     )
     device = config.model.device
-    yield "model.device", device == "map" and not is_cuda, (
-        f"needs platform=cuda; allowed on {name}: auto, {name}"
+    yield (
+        "model.device",
+        device == "map" and not is_cuda,
+        (f"needs platform=cuda; allowed on {name}: auto, {name}"),
     )
     runs_on = "cpu" if is_modelled else name
-    yield "model.device", device not in ("map", runs_on), (
-        f"contradicts platform={name}; leave one of them out"
+    yield (
+        "model.device",
+        device not in ("map", runs_on),
+        (f"contradicts platform={name}; leave one of them out"),
     )
     if not kind.live:
         return
-    yield "placement", placement == "managed" and not is_cuda, (
-        f"needs platform=cuda; allowed on {name}: device, host"
+    yield (
+        "placement",
+        placement == "managed" and not is_cuda,
+        (f"needs platform=cuda; allowed on {name}: device, host"),
     )
-    yield "placement", placement == "disk" and not is_cpu, (
-        "needs platform=cpu; allowed on cuda: device, host, managed"
+    yield (
+        "placement",
+        placement == "disk" and not is_cpu,
+        ("needs platform=cpu; allowed on cuda: device, host, managed"),
     )
-    yield "platform.overlap", placement not in BEHIND_LINK and not platform.overlap, (
-        f"placement={placement} uses no link; use placement=host"
+    yield (
+        "platform.overlap",
+        placement not in BEHIND_LINK and not platform.overlap,
+        (f"placement={placement} uses no link; use placement=host"),
     )
-    yield "platform.weights_on_device", streams and placement != "host", (
-        f"no weights cross to placement={placement}; use placement=host"
+    yield (
+        "platform.weights_on_device",
+        streams and placement != "host",
+        (f"no weights cross to placement={placement}; use placement=host"),
     )
-    yield "platform.link_gbps", platform.link_gbps is not None and placement == "disk", (
-        "placement=disk has the disk's own rate; leave it null"
+    yield (
+        "platform.link_gbps",
+        platform.link_gbps is not None and placement == "disk",
+        ("placement=disk has the disk's own rate; leave it null"),
     )
-    yield "platform.disk_dir", platform.disk_dir is not None and placement != "disk", (
-        "is for placement=disk alone"
+    yield (
+        "platform.disk_dir",
+        platform.disk_dir is not None and placement != "disk",
+        ("is for placement=disk alone"),
     )
-    yield "platform.device_gib", is_cuda and gib and placement != "managed" and not capacity, (
-        "is for placement=managed and kind=capacity; leave it null"
+    yield (
+        "platform.device_gib",
+        is_cuda and gib and placement != "managed" and not capacity,
+        ("is for placement=managed and kind=capacity; leave it null"),
     )
 
 
 def _of_kinds(config: RunConfig) -> Iterator[Rule]:
     """What plays no part in a kind of run, and what it cannot do without."""
-    kind, platform, method = config.kind, config.platform, config.method
+    kind = config.kind
     no_part = f"plays no part in kind={kind}; leave it out"
     without_budget = ("advise", "contract", "trust", "analysis")
     yield "budget", config.budget is not None and kind in without_budget, no_part
@@ -156,9 +187,13 @@ def _of_another_table(config: RunConfig) -> tuple[bool, str]:
 
 def _of_perplexity(config: RunConfig) -> Iterator[Rule]:
     needed = max(1, config.prefill_len) + 2
-    yield "seq_len", config.seq_len < needed, (
-        f"must be at least {needed} with prefill_len={config.prefill_len}, so that a decode row "
-        "predicts a token of the window"
+    yield (
+        "seq_len",
+        config.seq_len < needed,
+        (
+            f"must be at least {needed} with prefill_len={config.prefill_len}, so that a decode row "
+            "predicts a token of the window"
+        ),
     )
     under_method = config.prefill_len < 1 and not config.method.reads_all
     yield "prefill_len", under_method, "must be at least 1 under a method"
@@ -196,13 +231,21 @@ def _of_capacity(config: RunConfig) -> Iterator[Rule]:
     platform, hits = config.platform, config.capacity.hit_frac
     placed = config.placement in ("device", "host")
     yield "placement", not placed, "allowed in kind=capacity: device, host"
-    yield "method", isinstance(config.method, NeedsInputs), (
-        "needs the inputs of the layers, for which each prompt runs in one pass; kind=capacity "
-        "does not size it"
+    yield (
+        "method",
+        isinstance(config.method, NeedsInputs),
+        (
+            "needs the inputs of the layers, for which each prompt runs in one pass; kind=capacity "
+            "does not size it"
+        ),
     )
-    yield "method", isinstance(config.method, RereadsPrompt), (
-        "reads each prompt again and holds the states of all layers meanwhile; kind=capacity does "
-        "not size it"
+    yield (
+        "method",
+        isinstance(config.method, RereadsPrompt),
+        (
+            "reads each prompt again and holds the states of all layers meanwhile; kind=capacity does "
+            "not size it"
+        ),
     )
     hides = "kind=capacity is about transfers beside the computation, of pinned memory"
     yield "platform.overlap", not platform.overlap, hides
@@ -215,9 +258,13 @@ def _of_capacity(config: RunConfig) -> Iterator[Rule]:
     is_unsized = platform.name == "cpu" and platform.device_gib is None
     yield "platform.device_gib", is_unsized, of_emulated
     needs_hits = platform.sheet is not None and config.gpu_cache > 0
-    yield "capacity.hit_frac", needs_hits and hits is None, (
-        "on a modelled machine nobody knows which rows are asked for again; give the share that "
-        "was measured (`found on device`), from 0 to below 1"
+    yield (
+        "capacity.hit_frac",
+        needs_hits and hits is None,
+        (
+            "on a modelled machine nobody knows which rows are asked for again; give the share that "
+            "was measured (`found on device`), from 0 to below 1"
+        ),
     )
     no_rows = "is for gpu_cache on a modelled machine; leave it null"
     yield "capacity.hit_frac", hits is not None and not needs_hits, no_rows
@@ -274,3 +321,65 @@ def _check_budget(config: RunConfig, given: Collection[str]) -> None:
             continue
         if getattr(with_it, field.name) != value:
             raise UserError(f"{setting}={value}: {where} sets it; leave one of them out")
+
+
+def _check_codecs(config: RunConfig) -> None:
+    """Raise UserError for settings of rows that contradict one another or have no effect."""
+    keys, values = config.codec, config.value_codec or config.codec
+    for setting in ("value_codec", "codec_layers"):
+        value = getattr(config, setting)
+        if value is not None and keys is None:
+            listed = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+            of_others = "the keys" if setting == "value_codec" else "other layers"
+            needed = f"needs codec=, the format of {of_others}; fp32 is exact"
+            raise UserError(f"{setting}={listed}: {needed}")
+    own = config.codec if config.own_codec is not None else None
+    for setting, name in (("codec", keys), ("value_codec", config.value_codec)):
+        is_own = setting == "codec" and own is not None
+        if name is not None and not is_own and name not in codec_names():
+            raise UserError(f"{setting}={name}: {nearest(name, codec_names())}")
+    layers = layer_formats(config.codec_layers or ())
+    dense_layers = config.method.dense_layers
+    for entry in layers:
+        if entry.last is not None and entry.last < dense_layers:
+            are_dense = f"method.dense_layers={dense_layers} leaves these layers as they are"
+            later = "name later ones, or set it to 0"
+            raise UserError(f"codec_layers=[{entry.words}]: {are_dense}; {later}")
+    formats = {keys, values, *(entry.keys for entry in layers), *(entry.values for entry in layers)}
+    words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
+    has_groups = any(takes(name, "group_size") for name in formats)
+    are_turned = takes(keys, "rotation") and takes(values, "rotation")
+    are_floats = all(name is None or is_float(name) for name in (keys, values))
+    by_channel, size, residual = config.key_groups == "channel", config.group_size, config.residual
+    is_tiled = any(_span(name, size) > 1 for name in formats)
+    grouped = "key_groups=channel" if by_channel else words
+    not_whole = residual == 0 or residual % size != 0
+    integer = "choose an integer codec"
+    rules = [
+        ("group_size", size != GROUP_SIZE and not has_groups, f"{words} has no groups; {integer}"),
+        ("rotation", config.rotation and not are_turned, f"{words} is not turned; {integer}"),
+        ("residual", residual and are_floats, f"{words} leaves no token behind; {integer}"),
+        (
+            "key_groups",
+            by_channel and not is_integer(keys),
+            f"codec={keys} has no groups; {integer}",
+        ),
+        (
+            "residual",
+            (by_channel or is_tiled) and not_whole,
+            f"must be a multiple of group_size={size}, above 0, with {grouped}",
+        ),
+        (
+            "residual",
+            residual and not config.method.reads_all,
+            f"method={config.method_name} does not read all that is cached",
+        ),
+    ]
+    for setting, is_wrong, why in rules:
+        if is_wrong:
+            raise UserError(f"{setting}={getattr(config, setting)}: {why}")
+
+
+def _span(name: str | None, group_size: int) -> int:
+    """Tokens that a shipped codec codes together."""
+    return codec_named(name, group_size=group_size).span if name in codec_names() else 1
