@@ -25,6 +25,7 @@ from harness.run.parse import parse
 from harness.run.words import Values, values_of
 from harness.settings import schema
 from harness.settings.config import RunConfig
+from harness.settings.own_method import is_own as is_own_method
 from harness.settings.schema import options
 
 GROUPS = ("model", "data", "corpus", "platform", "experiment", "system")
@@ -144,8 +145,8 @@ def _require_choice(name: str, choice: Any, own: Path | None) -> None:
         return
     if not isinstance(choice, str):
         raise UserError(f"{name}={choice}: must be one name; {nearest('', options(name))}")
-    is_own = own is not None and name == "experiment"
-    if name == "method" or is_own or choice in options(name):
+    is_own = is_own_method(choice) if name == "method" else own is not None
+    if choice in options(name) or is_own and name in ("method", "experiment"):
         return
     if name == "model" and "/" in choice:
         source = hints.source_of_model(choice)

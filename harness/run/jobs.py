@@ -63,7 +63,10 @@ class Jobs:
     seconds: list[float] = field(default_factory=list)
 
     def run_all(self) -> None:
-        """Do all jobs here, one after another; the error of each is printed."""
+        """Do all jobs here, one after another; the error of each is printed. Raises UserError
+        before the first for an unknown name in any."""
+        for given in self.given:
+            compose(given)
         # They most often ask for the same prompts.
         self.resources.shares_prompts |= len(self.given) > 1
         for number in range(len(self.given)):
