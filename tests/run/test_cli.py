@@ -131,7 +131,7 @@ REFUSED = {
     "method=int4 budget=0.1": "budget=0.1: method=int4: it has no budget to set",
     "seed=${nothing}": "seed=${nothing}: must be a whole number",
     "method.alpha=${no.such}": "method.alpha=${no.such}: must be a number",
-    "--config-dir=/nonexistent": "--config-dir=/nonexistent: must be NAME=VALUE; type NAME=VALUE, -m, --cfg job or --help",
+    "--config-dir=/nonexistent": "--config-dir=/nonexistent: must be NAME=VALUE; type NAME=VALUE, -m, --cfg",
     "hydra.run.dir=/tmp/x": "hydra.run.dir=/tmp/x: is no setting of a run; results go to results_dir=; allowed of",
     "-m hydra.sweep.dir=/tmp/x seed=1,2": "hydra.sweep.dir=/tmp/x: is no setting of a run",
     "method=infinigen2 method.alpha=0": "method.alpha=0.0: must be inf with group=sum_probs, or set group=best",
