@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.errors import UserError, nearest
 from harness.run.kinds import measurement_of
@@ -19,15 +19,15 @@ from harness.settings import own_method, rules, systems
 from harness.settings.codecs import CODEC_WORDS, codec_names, codec_words
 from harness.settings.config import (
     CPU_DTYPE,
+    GROUPS,
     RUNNING,
-    LatencyConfig,
     ModelConfig,
     RunConfig,
     prompt_of_window,
 )
 from harness.settings.kinds import find
-from harness.settings.schema import build, options
-from harness.settings.task_config import GENERATED_TASKS, PAPER_TASKS, SamplingConfig, TaskConfig
+from harness.settings.schema import AT_TOP, build, options
+from harness.settings.task_config import GENERATED_TASKS, PAPER_TASKS
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -40,9 +40,6 @@ OF_THE_FILE = ("_target_", "title", *OF_ROWS)
 """Keys of a method's file that are no fields of its class."""
 NO_SETTINGS = ("sweep", "status", "export", "codec_settings", "budget", "method")
 """What stands in `conf/config.yaml` and is no plain setting of `RunConfig`."""
-AT_TOP = {"latency": LatencyConfig, "sampling": SamplingConfig, "task": TaskConfig}
-"""Groups of `RunConfig` whose settings stand at the top of `conf/config.yaml`."""
-GROUPS = [name for name, kind in get_type_hints(RunConfig).items() if is_dataclass(kind)]
 
 
 @own_method.faults()
@@ -129,8 +126,8 @@ def _grouped(settings: dict[str, Any], *, times_steps: bool) -> dict[str, Any]:
     """
     repeats = settings.pop("repeats")
     groups = {}
-    for group, cls in AT_TOP.items():
-        names = [field.name for field in fields(cls) if field.name in settings]
+    for group in AT_TOP:
+        names = [field.name for field in fields(GROUPS[group]) if field.name in settings]
         groups[group] = {name: settings.pop(name) for name in names}
     if repeats is not None:
         groups["latency" if times_steps else "sampling"]["repeats"] = repeats

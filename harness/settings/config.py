@@ -7,9 +7,9 @@ together is in `harness.settings.rules`. Imports neither Hydra nor torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_type_hints
 
 from pydantic import Field
 
@@ -360,3 +360,9 @@ class RunConfig:
         if task in RULER_TASKS:
             return (self.num_samples or RULER_NUM_SAMPLES) * len(self.task.lengths)
         return self.num_samples
+
+
+GROUPS: dict[str, Any] = {
+    name: kind for name, kind in get_type_hints(RunConfig).items() if is_dataclass(kind)
+}
+"""The groups of settings of a run; those of `AT_TOP` are named without their group."""

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from harness.settings import config as configs
 from harness.settings import own_method, schema
 from harness.settings.codecs import codec_names
+from harness.settings.config import GROUPS, RunConfig
 from harness.settings.paths import COMMAND
-from harness.settings.schema import CONF_DIR, MOST, options
-from harness.settings.task_config import LEAST_PLACES, MOST_PLACES, SamplingConfig, TaskConfig
+from harness.settings.schema import AT_TOP, CONF_DIR, MOST, options
+from harness.settings.task_config import LEAST_PLACES, MOST_PLACES
 
 WIDTH = 100
 BY_TYPE = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -36,18 +36,6 @@ NAMED = {
 """Ranges of the types of `harness.settings.schema` that a function checks."""
 OR_NULL = "; or null"
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-AT_TOP = (configs.RunConfig, configs.LatencyConfig, SamplingConfig, TaskConfig)
-"""The classes whose settings stand at the top of `conf/config.yaml`."""
-GROUPS = {
-    "model": configs.ModelConfig,
-    "data": configs.DataConfig,
-    "corpus": configs.CorpusConfig,
-    "calibration": configs.CalibrationConfig,
-    "platform": configs.PlatformConfig,
-    "capacity": configs.CapacityConfig,
-    "advise": configs.AdviseConfig,
-    "analysis": configs.AnalysisConfig,
-}
 WITH_COMMENTS = {
     "model": "smollm2-135m",
     "data": "offline",
@@ -168,13 +156,11 @@ def _range_of(name: str) -> str:
     """What a setting of a run may be, in words."""
     if name in OTHER_RANGES:
         return OTHER_RANGES[name]
-    group, _, field = name.partition(".")
-    classes = AT_TOP if not field else (GROUPS[group],)
-    for cls in classes:
-        hints = get_type_hints(cls, include_extras=True)
-        if (field or name) in hints:
-            return _in_words(hints[field or name])
-    raise KeyError(name)
+    group, _, field = name.rpartition(".")
+    hints: dict[str, Any] = {}
+    for cls in [GROUPS[group]] if group else [RunConfig, *(GROUPS[name] for name in AT_TOP)]:
+        hints |= get_type_hints(cls, include_extras=True)
+    return _in_words(hints[field])
 
 
 def _in_words(hint: Any) -> str:
