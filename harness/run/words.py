@@ -79,7 +79,7 @@ def command_of(argv: Sequence[str]) -> Command:
     of_launcher: list[str] = []
     prints: Literal["help", "settings"] | None = None
     for number, word in enumerate(argv):
-        plain(word, "")
+        plain(word, "")  # refuses what is no text
         if word in ("--help", "-h"):
             prints = "help"
         elif word in PRINTED:

@@ -106,7 +106,7 @@ def run_help(config: Mapping[str, Any]) -> str:
         for meaning in meanings:
             default: Any = config
             for part in meaning.name.split("."):
-                default = default[part]
+                default = default.get(part) if isinstance(default, Mapping) else None
             if meaning.name == "method":
                 default = default["name"]
             shown = "{...}" if isinstance(default, Mapping) and default else _as_yaml(default)

@@ -158,7 +158,7 @@ def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
     try:
         # As JSON, of which pydantic takes a mapping for a dataclass and a list for a tuple.
         text = json.dumps(settings)
-        return _adapter(cls).validate_json(text, strict=True, extra="forbid")
+        return _adapter(cls).validate_json(text, strict=True, extra="forbid")  # type: ignore[arg-type]
     except ValidationError as error:
         raise UserError(_in_words(error, cls, where)) from error
 
