@@ -30,9 +30,9 @@ from harness.results.columns import TableRow, grouped, read_table, where
 from harness.results.metrics import BUDGET, LABEL, MISSING, RATIO
 from harness.results.sheet import Sheet, sheet_of, terminal
 from harness.run.compose import load
-from harness.run.parse import method_file
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
+from harness.settings.own_method import shipped
 from harness.settings.paths import COMMAND, CONF_DIR, SHIPPED
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def board_rows(context: int) -> list[TableRow]:
     rows = sorted(longest.values(), key=lambda row: row["method"] != "full")
     for name in KNOWN["codecs"]:
         if name not in known:
-            file = method_file(name)
+            _, file = shipped(name)
             row = {"label": file["title"], "method": name, "codec": file["codec"]}
             rows.append(row | {"family": "codes"})
     return rows
@@ -298,7 +298,7 @@ def group_size() -> int:
 
 
 def _has_added_codec(row: TableRow) -> bool:
-    return bool(row.get("codec")) and "codec" not in method_file(row["method"])
+    return bool(row.get("codec")) and "codec" not in shipped(row["method"])[1]
 
 
 def _key(row: TableRow) -> str:
