@@ -1,167 +1,151 @@
 """Figures of the analyses, from tables of (series, x, value): 2, 4, 5, 7 and 20."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from harness.results import columns
-from harness.results.metrics import quantity
 from plots import data, style
 
 SETUP = ("model", "source", "run_id")
 """Runs of one model over different texts share no panel."""
 MAX_MARKERS = 12
+IN_POWERS = ("seq_len", "batch_size")
+"""What stands on a logarithmic x axis."""
 OF_PG19 = "published (PG-19)"
 
 Looks = Mapping[str, style.Look]
 
 
-def draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks, **settings: object) -> None:
-    """A line per series of one metric, with a band of one standard error.
-
-    Many points carry few markers. settings: of the axes; y then begins at 0. They end its
-    scaling, so they are left out where points follow.
-    """
-    factor = quantity(rows.metric.iloc[0]).factor
-    for name, (color, marker, line, _) in looks.items():
-        own = rows[rows.series == name].sort_values("x")
-        if own.empty:
-            continue
-        y, stderr = factor * own.value, factor * own.stderr.fillna(0)
-        every = max(1, len(own) // MAX_MARKERS)
-        look: Any = {"color": color, "marker": marker, "linestyle": line}
-        axes.plot(own.x, y, label=name, markevery=every, **look)
-        low, high = y - stderr, y + stderr
-        axes.fill_between(own.x, low, high, color=color, alpha=0.15, linewidth=0)
-    if settings:
-        axes.set(**{"ylim": (0, None)} | settings)
-
-
-def fig2(tables: data.Tables, name: str) -> Figure | None:
+def fig2(table: pd.DataFrame) -> Figure | None:
     """GiB of KV cache and weights in fp16, by sequence length at batch 16, by batch size at 2,048
     tokens."""
-    axis = {
-        "seq_len": "sequence length (tokens), batch 16",
-        "batch_size": "batch size (sequences), 2,048 tokens each",
+    memory = {"ylabel": "memory (GiB)"}
+    words = {
+        "seq_len": memory | {"xlabel": "sequence length (tokens), batch 16"},
+        "batch_size": memory | {"xlabel": "batch size (sequences), 2,048 tokens each"},
     }
-
-    def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        looks = style.in_sequence(["KV cache", "weights"])
-        words = axis[panel.x_name.iloc[0]]
-        draw_curves(axes, panel, looks, xlabel=words, ylabel="memory (GiB)")
-        style.log2_x(axes, panel.x)
-
-    rows = tables.read(name, columns.ANALYSIS)
-    return style.draw_rows(rows, (*SETUP, "x_name"), draw, note="fp16")
+    return _draw(table, (*SETUP, "x_name"), words, by="x_name", note="fp16")
 
 
-def fig4(tables: data.Tables, name: str) -> Figure | None:
+def fig4(table: pd.DataFrame) -> Figure | None:
     """Cosine similarity of attention weights to the full cache's, by token, a panel per layer.
 
     The oracle, which picks as many tokens anew at every step, is the paper's "Optimal".
     """
-
-    def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        looks = {name: style.look(name) for name in style.ordered(panel.series)}
-        words = "cosine similarity"
-        draw_curves(axes, panel, looks, xlabel="token", ylabel=words, ylim=(None, 1.02))
-
-    rows = tables.read(name, columns.ANALYSIS)
+    similarity = {"xlabel": "token", "ylabel": "cosine similarity", "ylim": (None, 1.02)}
     note = "oracle: the paper's Optimal; bands: one standard error over heads"
-    return style.draw_rows(rows, (*SETUP, "layer"), draw, note=note)
+    return _draw(table, (*SETUP, "layer"), {"cosine_similarity": similarity}, note=note)
 
 
-def fig5(tables: data.Tables, name: str) -> Figure | None:
+def fig7(table: pd.DataFrame) -> Figure | None:
+    """Mean magnitude of the columns of Q and K before and after skewing, most important first.
+
+    Partial columns are the leftmost.
+    """
+    columns = {"xlabel": "column of a head, by importance"}
+    words = {
+        "query_magnitude": columns | {"ylabel": "mean |Q| of the column"},
+        "key_magnitude": columns | {"ylabel": "mean |K| of the column"},
+    }
+    note = "columns in order of |Q| + |K|; bands: one standard error over KV heads"
+    return _draw(table, (*SETUP, "layer", "metric"), words, note=note)
+
+
+def fig20(table: pd.DataFrame) -> Figure | None:
+    """Share of the queries that attend to less than 1 % of the keys, by length, and the attention
+    weight of sampled keys over time, in one head."""
+    layer = table[table.metric == "attention_weight"].layer.max()
+    words = {
+        "share_of_sparse_queries": {
+            "xlabel": "sequence length (tokens)",
+            "ylabel": "queries that attend to\n< 1 % of the keys (%)",
+        },
+        "attention_weight": {
+            "xlabel": f"query token, layer {layer:.0f}",
+            "ylabel": "attention weight of a key (%)",
+        },
+    }
+    note = "attends to: needs for 0.9 of its weight; bands: one standard error over heads"
+    return _draw(table, (*SETUP, "metric"), words, note=note)
+
+
+def fig5(table: pd.DataFrame) -> Figure | None:
     """Key tokens that hold 0.9 of the attention weight.
 
     A histogram over queries and heads by layer, and the mean over heads at single queries. The
     paper's counts (OPT-6.7B, layer 18, PG-19) are hollow, on that layer of that model.
     """
-
-    def draw_histogram(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
-        for name, (color, _, line, _) in looks.items():
-            own = panel[panel.series == name].sort_values("x")
-            if len(own) > 1:
-                edges = [*own.x, own.x.iloc[-1] + own.x.diff().iloc[-1]]
-                percent = 100 * own.value.to_numpy()
-                look: Any = {"color": color, "linestyle": line, "linewidth": 1.2}
-                axes.stairs(percent, edges, label=name, **look)
-        axes.set_xlabel("key tokens for 0.9 of the weight (tokens)")
-        axes.set_ylabel("queries and heads (%)")
-        # Most queries of a late layer need few tokens; the others would not be seen.
-        style.log_y(axes)
-
-    def draw_counts(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
-        draw_curves(axes, panel, looks)
-        setup = {"model": "opt-6.7b"}
-        points = data.published("fig5", "key_tokens_for_0.9", panel, setup)
-        for _, point in points.iterrows():
-            if point.series in {*panel.series}:
-                words = f"{OF_PG19}, {point.kind}"
-                axes.plot(point.x, point.value, marker="o", label=words, **style.HOLLOW)
-        words = "key tokens for 0.9\nof the weight (tokens)"
-        axes.set(xlabel="query token", ylabel=words, ylim=(0, None))
-
-    draws = {"share_of_queries": draw_histogram, "key_tokens_for_0.9": draw_counts}
-    note = "bands: one standard error over heads"
-    return _draw_metrics(tables, name, draws, note=note)
-
-
-def fig7(tables: data.Tables, name: str) -> Figure | None:
-    """Mean magnitude of the columns of Q and K before and after skewing, most important first.
-
-    Partial columns are the leftmost.
-    """
+    looks = _looks(table)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        looks = style.in_sequence(["before skewing", "after skewing"])
-        matrix = {"query_magnitude": "Q", "key_magnitude": "K"}[panel.metric.iloc[0]]
-        x_words = "column of a head, by importance"
-        y_words = f"mean |{matrix}| of the column"
-        draw_curves(axes, panel, looks, xlabel=x_words, ylabel=y_words)
+        if panel.metric.iloc[0] == "share_of_queries":
+            _draw_histogram(axes, panel, looks)
+        else:
+            _draw_counts(axes, panel, looks)
 
-    note = "columns in order of |Q| + |K|; bands: one standard error over KV heads"
-    rows = tables.read(name, columns.ANALYSIS)
-    return style.draw_rows(rows, (*SETUP, "layer", "metric"), draw, note=note)
+    note = "bands: one standard error over heads"
+    return style.draw_rows(table, (*SETUP, "metric"), draw, note=note)
 
 
-def fig20(tables: data.Tables, name: str) -> Figure | None:
-    """Share of the queries that attend to less than 1 % of the keys, by length, and the attention
-    weight of sampled keys over time, in one head."""
-
-    def draw_shares(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
-        words = "queries that attend to\n< 1 % of the keys (%)"
-        draw_curves(axes, panel, looks, xlabel="sequence length (tokens)", ylabel=words)
-        style.log2_x(axes, panel.x)
-
-    def draw_weights(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
-        where = f"query token, layer {panel.layer.iloc[0]:.0f}"
-        words = "attention weight of a key (%)"
-        draw_curves(axes, panel, looks, xlabel=where, ylabel=words)
-
-    draws = {"share_of_sparse_queries": draw_shares, "attention_weight": draw_weights}
-    note = "attends to: needs for 0.9 of its weight; bands: one standard error over heads"
-    return _draw_metrics(tables, name, draws, note=note)
+def _draw_histogram(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
+    for name, bins in panel.sort_values("x").groupby("series"):
+        if len(bins) > 1:
+            edges = [*bins.x, bins.x.iloc[-1] + bins.x.diff().iloc[-1]]
+            line: Any = {"color": looks[name].color, "linestyle": looks[name].line}
+            axes.stairs(bins.value, edges, label=name, linewidth=1.2, **line)
+    axes.set_xlabel("key tokens for 0.9 of the weight (tokens)")
+    axes.set_ylabel("queries and heads (%)")
+    # Most queries of a late layer need few tokens; the others would not be seen.
+    style.log_y(axes)
 
 
-def _draw_metrics(
-    tables: data.Tables,
-    name: str,
-    draws: Mapping[str, Callable[[Axes, pd.DataFrame, Looks], None]],
+def _draw_counts(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
+    _draw_curves(axes, panel, looks)
+    points = data.published("fig5", "key_tokens_for_0.9", panel, {"model": "opt-6.7b"})
+    for point in points[points.series.isin(panel.series)].itertuples():
+        words = f"{OF_PG19}, {point.kind}"
+        axes.plot(point.x, point.value, marker="o", label=words, **style.HOLLOW)
+    words = "key tokens for 0.9\nof the weight (tokens)"
+    axes.set(xlabel="query token", ylabel=words, ylim=(0, None))
+
+
+def _draw(
+    table: pd.DataFrame,
+    setup: tuple[str, ...],
+    words: Mapping[str, Mapping[str, Any]],
     *,
     note: str,
+    by: str = "metric",
 ) -> Figure | None:
-    """A panel per run and metric, drawn as `draws` says; a series looks the same in all panels."""
-    rows = tables.read(name, columns.ANALYSIS)
-    series: list[str] = []
-    for _, of_metric in rows.groupby("metric", sort=False):
-        series += list(of_metric.sort_values("layer", kind="stable").series)
-    looks = style.in_sequence(series)
+    """A panel of curves per setup. words: settings of the axes for each value of the column `by`;
+    y begins at 0 where they do not say."""
+    looks = _looks(table)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        draws[panel.metric.iloc[0]](axes, panel, looks)
+        _draw_curves(axes, panel, looks)
+        axes.set(**{"ylim": (0, None)} | words[panel[by].iloc[0]])
+        if panel.x_name.iloc[0] in IN_POWERS:
+            style.log2_x(axes, panel.x)
 
-    return style.draw_rows(rows, (*SETUP, "metric"), draw, note=note)
+    return style.draw_rows(table, setup, draw, note=note)
+
+
+def _looks(table: pd.DataFrame) -> Looks:
+    """A look for each series, the same in all panels, in the order of metrics and layers."""
+    of_metric = table.groupby("metric", sort=False).ngroup()
+    return style.in_sequence(table.assign(place=of_metric).sort_values(["place", "layer"]).series)
+
+
+def _draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks) -> None:
+    """A line per series of one metric, with a band of one standard error; many points carry few
+    markers."""
+    for name in style.ordered(rows.series):
+        line = rows[rows.series == name].sort_values("x")
+        every = max(1, len(line) // MAX_MARKERS)
+        axes.plot(line.x, line.value, label=name, markevery=every, **looks[name].of_line)
+        stderr = line.stderr.fillna(0)
+        low, high = line.value - stderr, line.value + stderr
+        axes.fill_between(line.x, low, high, color=looks[name].color, alpha=0.15, linewidth=0)

@@ -1,103 +1,86 @@
-"""The tables as data frames, their split into panels that never mix setups, and the paper's
-numbers."""
+"""The tables as frames that figures draw, their split into panels that never mix setups, and the
+paper's numbers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from harness.errors import UserError, printable, shortened
 from harness.results import columns
-from harness.results.metrics import Metric
+from harness.results.metrics import quantity
 from harness.settings.paths import table_to_read
 
 PAPER_PLATFORM = "a6000-pcie3"
 """The modelled platform that stands for the paper's machine."""
-NAMES = ("label", "model", "series", "task")
+NAMES = {"label", "model", "series", "task"}
 """Columns of words that figures show."""
-OWN, SHIPPED = "own", "shipped"
-"""Columns: whether a row is one's own among shipped ones, and whether it is shipped."""
 MAX_LETTERS = 44
 NARROW_SPACE = "\u2009"
 TIMED_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 """The setup of a timed run."""
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
-Parts = list[tuple[str, pd.DataFrame]]
-"""Rows of a table, with a title."""
 PREFILL, PREFILL_LEN = "prefill_len", r"(?:^|, )prefill_len=(\d+)"
-"""A column of accuracy's rows, and the setting that it is read off."""
+"""A column of figures, and the setting that it is read off."""
 PHRASES = {"kept": "{} tokens kept", PREFILL: "the first {} dense"}
 """How a value reads that no table has as a column."""
 
 
-class Tables:
-    """The CSV files of one folder, and the shipped ones beside it. An absent table reads as a table
-    without rows; extra columns are kept.
+def read(results: Path, name: str) -> pd.DataFrame | None:
+    """A table of a results folder, or the shipped one beside it; None where there is none.
+
+    It has all columns of its shape: words are "" and numbers NaN where there is nothing. `value`
+    and `stderr` are in the unit of the metric's heading. Further columns are `own`, whether a row
+    is one's own among shipped ones, and of accuracy `prefill_len`, "" where it was not set.
 
     Raises:
-        UserError: on reading, a file that lacks a needed column or is no table of results.
+        UserError: a file that is no table of results.
     """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._shown: dict[str, str] = {}
-        """The name in figures, by the name in the tables."""
-
-    def accuracy(self, name: str) -> pd.DataFrame:
-        """Rows of (model, label, task, metric). Numbers are floats, NaN where there is none.
-
-        `stderr` is that of the difference to the full cache where the table has differences. The
-        full cache itself, from which they are taken, then has none. `prefill_len` is that of the
-        run's settings, NaN where they have none.
-        """
-        rows = self.read(name, columns.ACCURACY)
-        rows[PREFILL] = rows.settings.astype("object").str.extract(PREFILL_LEN, expand=False)
-        paired = rows.difference.notna()
-        measured = rows.metric.replace("perplexity_full", "perplexity")
-        groups = paired.groupby([rows.model, rows.task, measured], dropna=False)
-        compared = groups.transform("any") & ~paired
-        is_full = (rows.method == "full") | (rows.metric == "perplexity_full")
-        stderr = rows.stderr.where(~paired, rows.difference_stderr)
-        return rows.assign(stderr=stderr.mask(compared & is_full))
-
-    def read(self, name: str, expected: Sequence[Metric]) -> pd.DataFrame:
-        """The rows of a table, with all of the `expected` columns.
-
-        `own` is true of one's own runs in a table that has shipped rows, too.
-        """
-        path = table_to_read(self.folder.parent, f"{name}.csv")
-        rows = [] if path is None else columns.read_table(path)
-        needed = columns.names(expected)
-        header = list(rows[0]) if rows else list(needed)
-        for column in needed:
-            if column not in header and column not in columns.OPTIONAL:
-                raise UserError(f"{path}: no column {column}; make the table anew")
-        frame = pd.DataFrame(rows, columns=list(dict.fromkeys([*needed, *header])))
-        numbers = {column.name: float for column in expected if column.digits is not None}
-        frame = frame.where(frame != "").astype(numbers)
-        if SHIPPED in frame:
-            frame[OWN] = frame[SHIPPED].isna() & bool(frame[SHIPPED].notna().any())
-        for name in NAMES:
-            if name in needed:
-                frame[name] = frame[name].map(self._legible, na_action="ignore")
-        return frame
-
-    def _legible(self, name: str) -> str:
-        """The name as a legend can show it: one line of at most `MAX_LETTERS`, unlike any other.
-
-        It does not begin with an underscore, since matplotlib leaves such names out.
-        """
-        if name not in self._shown:
-            shown = shortened(printable(name), MAX_LETTERS)
-            shown = f"{NARROW_SPACE}{shown}" if shown.startswith("_") else shown
-            while shown in self._shown.values():
-                shown += "'"
-            self._shown[name] = shown
-        return self._shown[name]
+    path = table_to_read(results, f"{name}.csv")
+    if path is None:
+        return None
+    table = columns.read_frame(path)
+    shape = columns.shape_of(set(table))
+    table = table.reindex(columns=columns.names(columns.TABLES[shape]))
+    for column in NAMES & {*table}:
+        table[column] = _legible(table[column])
+    if shape == "accuracy":
+        prefill = table.settings.str.extract(PREFILL_LEN, expand=False).fillna("")
+        table = table.assign(stderr=_paired_stderr(table), prefill_len=prefill)
+    if "metric" in table:
+        factor = table.metric.map(lambda metric: quantity(metric).factor).astype(float)
+        table = table.assign(value=factor * table.value, stderr=factor * table.stderr)
+    is_shipped = table.shipped != ""
+    return table.assign(own=~is_shipped & is_shipped.any())
 
 
-def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, Parts]:
+def _legible(names: pd.Series) -> pd.Series:
+    """Names as a legend shows them: one line, and short where no other is then the same.
+
+    None begins with an underscore, since matplotlib leaves such names out.
+    """
+    whole = names.map(printable).str.replace("^_", f"{NARROW_SPACE}_", regex=True)
+    distinct = whole.drop_duplicates()
+    short = distinct.map(lambda name: shortened(name, MAX_LETTERS))
+    shown = distinct.where(short.duplicated(keep=False), short)
+    return whole.map(dict(zip(distinct, shown, strict=True)))
+
+
+def _paired_stderr(table: pd.DataFrame) -> pd.Series:
+    """The standard error of the difference to the full cache where the table has differences.
+
+    The full cache itself, from which they are taken, then has none.
+    """
+    paired = table.difference.notna()
+    measured = table.metric.replace("perplexity_full", "perplexity")
+    of_same = paired.groupby([table.model, table.task, measured])
+    compared = of_same.transform("any") & ~paired
+    is_full = (table.method == "full") | (table.metric == "perplexity_full")
+    stderr = table.stderr.where(~paired, table.difference_stderr)
+    return stderr.mask(compared & is_full)
+
+
+def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, list[tuple[str, pd.DataFrame]]]:
     """Part the rows by the columns of `setup`, so that no panel mixes setups or sources.
 
     Returns:
@@ -112,12 +95,12 @@ def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, Parts]:
     return shared, panels
 
 
-def describe(row: Mapping[Any, Any] | pd.Series, names: Sequence[str]) -> str:
+def describe(row: pd.Series, names: Iterable[str]) -> str:
     """Words for the row's values in these columns, such as "opt-13b, batch 20", without empty
     ones."""
     words = []
     for name in names:
-        if not pd.isna(row[name]):
+        if row[name] != "" and not pd.isna(row[name]):
             phrase = PHRASES.get(name, columns.column(name).phrase)
             words.append(phrase.format(row[name]))
     return ", ".join(filter(None, words))
@@ -145,32 +128,22 @@ def whole_texts(table: pd.DataFrame) -> pd.DataFrame:
     return table[~table.task.str.endswith("]")]
 
 
-def pivot(frame: pd.DataFrame, index: str, value: str) -> pd.DataFrame:
-    """A row per value of `index`, a column per label; NaN where the table has no row.
-
-    Raises:
-        UserError: two rows for one value and label.
-    """
-    refuse_repeats(frame, [index, "label"])
-    return frame.pivot(index=index, columns="label", values=value)
-
-
 def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
     """Refuse two rows for one mark of a figure, since neither is better than the other."""
     repeated = frame[frame.duplicated(list(key), keep=False)]
     if len(repeated):
         row = repeated.iloc[0]
-        shape = [name for name in SHAPE if name in row]
+        shape = describe(row, [name for name in SHAPE if name in row])
         raise UserError(
-            f"{row.experiment}: several rows with label={row.label} at {describe(row, shape)}: "
+            f"{row.experiment}: several rows with label={row.label} at {shape}: "
             "give each setting a label of its own"
         )
 
 
 def of_paper(figure: str) -> pd.DataFrame:
     """The paper's numbers for a figure or table; `value` is a number, all else is words."""
-    rows = pd.DataFrame(columns.published_rows())
-    return rows[rows.figure == figure].astype({"value": float})
+    numbers = pd.read_csv(columns.PUBLISHED_CSV, dtype=str, keep_default_na=False)
+    return numbers[numbers.figure == figure].astype({"value": float})
 
 
 def published(
@@ -181,8 +154,7 @@ def published(
     They are `value` of the label `series` at `x`, a number or a model. Only a panel measured, or
     modelled for the paper's machine, has them; an emulated panel never has.
     """
-    modelled = panel.source == "modelled"
-    of_paper_machine = modelled & (panel.get("platform") == PAPER_PLATFORM)
+    of_paper_machine = (panel.source == "modelled") & (panel.get("platform") == PAPER_PLATFORM)
     is_known = ((panel.source == "measured") | of_paper_machine).all()
     for name, value in setup.items():
         is_known = is_known and (panel[name] == value).all()

@@ -4,16 +4,17 @@ import io
 import re
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from harness.errors import UserError, reason
+from harness.errors import UserError
 from harness.files import write_atomic
 from harness.settings.paths import shipped_beside
 from plots import style
-from plots.data import Tables
+from plots.data import read
 
 MODELLED = "-modelled"
 DPI = 160
@@ -25,47 +26,57 @@ FORMATS: dict[str, dict[str, Any]] = {
 """Formats with the metadata that would differ between reruns."""
 PATH, LONG_FRACTION = re.compile(rb' d="[^"]*"'), re.compile(rb"(\.\d)\d+")
 """The coordinates of an SVG's path, of which tenths of a point are enough."""
-Draw = Callable[[Tables, str], Figure | None]
 
-
-DRAWINGS: dict[str, Draw] = {}
+DRAWINGS: dict[str, Callable[..., Figure | None]] = {}
 """The draw function of each figure, in the order of the report."""
 TABLES: dict[str, list[str]] = {}
-"""The tables that each figure of the registry is drawn from."""
+"""The tables of each figure, in the order of its function's parameters; it may have more."""
 for _entries in style.REGISTRY["pages"].values():
     for _name, _entry in _entries.items():
-        TABLES[_name] = _entry.get("tables", [_name])
         if "draw" in _entry:
             _module, _function = _entry["draw"].split(".")
             DRAWINGS[_name] = getattr(import_module(f"plots.{_module}"), _function)
+            TABLES[_name] = _entry.get("tables", [_name])
             if _entry.get("modelled"):
                 DRAWINGS[_name + MODELLED] = DRAWINGS[_name]
+                TABLES[_name + MODELLED] = [_name + MODELLED]
 
 
 def draw_all(results: Path) -> list[Path]:
     """Draw every figure whose table exists, as `plots.draw_figures` says."""
-    tables = Tables(results / "tables")
     paths: list[Path] = []
     refusals: list[str] = []
     with style.applied():
-        for name, draw in DRAWINGS.items():
+        for name in DRAWINGS:
             if _is_shipped(results, name):
                 continue
             try:
-                figure = draw(tables, name)
-                files = {} if figure is None else rendered(figure)
+                figure = figure_of(results, name)
             except UserError as refusal:
                 refusals.append(str(refusal))
-            except Exception as error:  # whatever an odd table leads matplotlib or pandas to
-                refusals.append(f"{name}: not drawn ({reason(error)})")
-            else:
-                for kind, data in files.items():
-                    path = results / "figures" / f"{name}.{kind}"
-                    write_atomic(path, data)
-                    paths.append(path)
+                continue
+            files = {} if figure is None else rendered(figure)
+            for kind, data in files.items():
+                path = results / "figures" / f"{name}.{kind}"
+                write_atomic(path, data)
+                paths.append(path)
     if refusals:
         raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
     return paths
+
+
+def figure_of(results: Path, name: str) -> Figure | None:
+    """A figure from the tables of a results folder; None where its own has no rows for it.
+
+    Its function is given its own table, and others without rows where they do not exist.
+    """
+    draw = DRAWINGS[name]
+    own, *others = TABLES[name][: len(signature(draw).parameters)]
+    table = read(results, own)
+    if table is None or table.empty:
+        return None
+    beside = [read(results, other) for other in others]
+    return draw(table, *(table.head(0) if other is None else other for other in beside))
 
 
 def _is_shipped(results: Path, name: str) -> bool:
@@ -73,7 +84,7 @@ def _is_shipped(results: Path, name: str) -> bool:
     shipped = shipped_beside(results)
     if shipped is None or not (shipped / "figures" / f"{name}.svg").exists():
         return False
-    own = [results / "tables" / f"{table}.csv" for table in TABLES.get(name, [name])]
+    own = [results / "tables" / f"{table}.csv" for table in TABLES[name]]
     return not any(map(Path.exists, own))
 
 

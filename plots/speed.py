@@ -3,17 +3,15 @@ The paper's numbers (RTX A6000) are hollow markers on panels of its setup, measu
 that machine."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from harness.results import columns, metrics
+from harness.results import metrics
 from plots import data, style
 
 BASE = "offload"
@@ -52,30 +50,30 @@ SEGMENTS = {
 """Colour and hatch of a segment."""
 
 
-def fig14(tables: data.Tables, name: str) -> Figure | None:
+def fig14(table: pd.DataFrame) -> Figure | None:
     """Prefill and decode seconds, stacked, one bar per label."""
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         points = data.published("fig14", "total_latency", panel, PAPER["fig14"])
-        found = _stacked_times(axes, panel, points, in_legend=False)
-        style.name_bars(axes, (x[0] for x in found.values()), found)
-        axes.bar([], [], label=DECODE, color=style.GREY, **style.BAR)
-        totals = data.pivot(panel, "batch_size", "total_s")
-        marked = points[points.series.isin(found)].set_index("series").value
-        near = NEAR * max([totals.max(axis=None), *marked])
-        for label, x in found.items():
-            seconds = totals[label].iloc[0]
-            if not pd.isna(seconds):
-                words = f"{seconds:,.1f}" if seconds < TEN else f"{seconds:,.0f}"
-                top, rise = seconds, 1.5
-                if abs(marked.get(label, math.inf) - seconds) < near:  # it would hide the number
-                    top, rise = max(seconds, marked[label]), MARKER_POINTS
-                axes.annotate(words, (x[0], top), (0, rise), textcoords="offset points", **VALUE)
+        centres = _stacked_times(axes, panel, label="_decode")
+        style.mark_published(axes, centres, points)
+        tops = centres.iloc[0]
+        style.name_bars(axes, tops, tops.index)
+        axes.bar(0, 0, 0, label=DECODE, color=style.GREY)
+        marked = points[points.series.isin(tops.index)].set_index("series").value
+        near = NEAR * max([panel.total_s.max(), *marked])
+        for row in panel.dropna(subset="total_s").itertuples():
+            words = f"{row.total_s:,.1f}" if row.total_s < TEN else f"{row.total_s:,.0f}"
+            top, rise = row.total_s, 1.5
+            if abs(marked.get(row.label, math.inf) - top) < near:  # it would hide the number
+                top, rise = max(top, marked[row.label]), MARKER_POINTS
+            at = tops[row.label], top
+            axes.annotate(words, at, (0, rise), textcoords="offset points", **VALUE)
 
-    return _draw_timed(_timed(tables, name), data.TIMED_SETUP, draw)
+    return _draw_timed(table, data.TIMED_SETUP, draw)
 
 
-def fig15(tables: data.Tables, name: str) -> Figure | None:
+def fig15(table: pd.DataFrame) -> Figure | None:
     """Prefill and decode seconds, stacked, by batch size.
 
     The paper's rates are drawn as the total that they stand for, batch * 128 / (tokens/s).
@@ -83,35 +81,36 @@ def fig15(tables: data.Tables, name: str) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         rates = data.published("fig15", "tokens_per_s", panel, PAPER["fig15"])
-        _stacked_times(axes, panel, rates.assign(value=rates.x * 128 / rates.value))
+        seconds = rates.assign(value=rates.x * 128 / rates.value)
+        style.mark_published(axes, _stacked_times(axes, panel), seconds)
         axes.set_xlabel("batch size (sequences)")
 
-    setup = ("model", "platform", "source", "prompt_len", "gen_len")
-    return _draw_timed(_timed(tables, name), setup, draw)
+    return _draw_timed(table, ("model", "platform", "source", "prompt_len", "gen_len"), draw)
 
 
-def fig16a(tables: data.Tables, name: str) -> Figure | None:
+def fig16a(table: pd.DataFrame) -> Figure | None:
     """Speedup over offload by total length."""
-    table = _timed(tables, name).sort_values("total_len", kind="stable")
+    table = table.assign(group=table.prompt_len + table.gen_len)
+    table = table.sort_values("group", kind="stable")
     setup = ("model", "platform", "source", "batch_size", "gen_len")
     words = "prompt + generated tokens"
-    return _draw_speedups("fig16a", table, setup, index="total_len", words=words, group="{:,.0f}")
+    return _draw_speedups("fig16a", table, setup, words=words, tick="{:,.0f}")
 
 
-def fig16b(tables: data.Tables, name: str) -> Figure | None:
+def fig16b(table: pd.DataFrame) -> Figure | None:
     """Speedup over offload by model.
 
     In the paper 30 % of OPT-30B's weights are in host memory, which the cost model takes and a
     timed run must have been given.
     """
-    table = _timed(tables, name)
     billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
-    setup = ("platform", "source", "batch_size", "prompt_len", "gen_len")
     table = table.iloc[billions.argsort(kind="stable")]
-    return _draw_speedups("fig16b", table, setup, index="model", words="model", group="{}")
+    table = table.assign(group=table.model)
+    setup = ("platform", "source", "batch_size", "prompt_len", "gen_len")
+    return _draw_speedups("fig16b", table, setup, words="model", tick="{}")
 
 
-def fig18(tables: data.Tables, name: str) -> Figure | None:
+def fig18(table: pd.DataFrame) -> Figure | None:
     """Milliseconds of one transformer block in one decode step, by segment.
 
     Transfer is the wait for the link that no compute hides, so the segments sum to the block.
@@ -122,30 +121,24 @@ def fig18(tables: data.Tables, name: str) -> Figure | None:
         rows = panel.set_index("label").loc[style.ordered(panel.label)]
         bottom = pd.Series(0.0, rows.index)
         for segment in metrics.SEGMENTS:
-            seconds = rows[segment.name].fillna(0)  # of a segment that a method lacks
-            height = segment.factor * seconds
+            height = segment.factor * rows[segment.name].fillna(0)  # of one that a method lacks
             color, hatch = SEGMENTS[segment.name]
-            look: Any = {"color": color, "hatch": hatch, **style.BAR}
-            words = segment.words
-            axes.bar(range(len(rows)), height, 0.7, bottom=bottom, label=words, **look)
+            look: Any = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+            axes.bar(range(len(rows)), height, 0.7, bottom=bottom, label=segment.words, **look)
             bottom += height
         style.name_bars(axes, range(len(rows)), rows.index)
         axes.grid(visible=False, axis="x")
         axes.set_ylabel("time per block and step (ms)")
-        found = {label: np.array([index]) for index, label in enumerate(rows.index)}
+        centres = pd.DataFrame(dict(zip(rows.index, range(len(rows)), strict=True)), [8])
         points = data.published("fig18", "block_latency", panel, PAPER["fig18"])
-        style.mark_published(axes, found, [PAPER["fig18"]["batch_size"]], points)
+        style.mark_published(axes, centres, points)
         # An empty segment on top of the tallest stack would end the axis there.
         axes.use_sticky_edges = False
         axes.set_ylim(bottom=0)
 
+    table = table.assign(total_len=table.prompt_len + table.gen_len)
     note = "transfer: the wait that compute does not hide"
-    return _draw_timed(_timed(tables, name), data.TIMED_SETUP, draw, note=note)
-
-
-def _timed(tables: data.Tables, name: str) -> pd.DataFrame:
-    table = tables.read(name, columns.LATENCY)
-    return table.assign(total_len=table.prompt_len + table.gen_len)
+    return _draw_timed(table, data.TIMED_SETUP, draw, note=note)
 
 
 def _draw_timed(
@@ -156,56 +149,43 @@ def _draw_timed(
     Where a label takes over `FAR` times as long as offload, a second panel shows offload and the
     labels that are never slower, whose bars the first shows too small.
     """
-
-    def panels_of(title: str, frame: pd.DataFrame) -> Iterator[style.Panel]:
-        longest = frame.groupby("label").total_s.max()
-        yield title, frame, draw
-        if longest.max() > FAR * longest.get(BASE, float("nan")):
-            near = frame[frame.label.map(longest) <= longest[BASE]]
-            words = f"{title}, offload and faster" if title else "offload and faster"
-            yield words, near, draw
-
-    return style.draw_parts(rows, setup, panels_of, note=note)
+    panels = [rows.assign(zoom="")]
+    for _, panel in rows.groupby(list(setup), sort=False):
+        longest = panel.groupby("label").total_s.max()
+        if longest.max() > FAR * longest.get(BASE, math.nan):
+            near = panel[panel.label.map(longest) <= longest[BASE]]
+            panels.append(near.assign(zoom="offload and faster"))
+    in_order = pd.concat(panels).sort_index(kind="stable")  # each beside its own
+    return style.draw_rows(in_order, (*setup, "zoom"), draw, note=note)
 
 
-def _stacked_times(
-    axes: Axes, panel: pd.DataFrame, points: pd.DataFrame, *, in_legend: bool = True
-) -> style.BarCentres:
+def _stacked_times(axes: Axes, panel: pd.DataFrame, **other: Any) -> pd.DataFrame:
     """Prefill seconds, light, below decode seconds, a group of bars per batch size.
 
-    The paper's totals stand on the bars.
+    other: settings of the upper bars. Returns the centres of the bars.
     """
-    prefill = data.pivot(panel, "batch_size", "ttft_s")
-    decode = data.pivot(panel, "batch_size", "decode_s")
-    batches = list(prefill.index)
-    groups = [f"{batch:.0f}" for batch in batches]
-    found, width = style.place_bars(axes, style.ordered(prefill.columns), groups)
-    for label, x in found.items():
-        color, _, _, hatch = style.look(label)
-        look: Any = {"color": color, "hatch": hatch, **style.BAR}
-        words = label if in_legend else f"_{label}"
-        axes.bar(x, prefill[label], width, **style.PREFILL_BAR)
-        axes.bar(x, decode[label], width, bottom=prefill[label], label=words, **look)
+    rows = panel.sort_values("batch_size").assign(group=panel.batch_size)
+    upper = rows.assign(value=rows.decode_s, bottom=rows.ttft_s)
+    style.bars(axes, rows.assign(value=rows.ttft_s), **style.PREFILL_BAR)
     axes.set_ylabel("prefill + decode (s)")
-    style.mark_published(axes, found, batches, points)
-    return found
+    return style.bars(axes, upper, tick="{:.0f}".format, linewidth=0, **other)
 
 
 def _draw_speedups(
-    figure: str, table: pd.DataFrame, setup: Sequence[str], *, index: str, words: str, group: str
+    figure: str, table: pd.DataFrame, setup: Sequence[str], *, words: str, tick: str
 ) -> Figure | None:
-    """Offload's seconds over the label's in the same setup; None without rows but offload's.
+    """Offload's seconds over the label's in the same setup and group; None without rows but
+    offload's.
 
     Of prefill and decode together, as in the paper, and of decode alone. Without offload's row
     there is no speedup.
     """
 
     def draw(axes: Axes, panel: pd.DataFrame, time: str) -> None:
-        seconds = data.pivot(panel, index, time).loc[panel[index].unique()]
-        offload = seconds.get(BASE, pd.Series(float("nan"), seconds.index))
-        speedup = seconds.rdiv(offload, axis=0).drop(columns=BASE, errors="ignore")
-        groups = list(map(group.format, speedup.index))
-        found = style.grouped(axes, speedup, groups=groups)
+        data.refuse_repeats(panel, ["group", "label"])
+        base = panel.group.map(panel[panel.label == BASE].set_index("group")[time])
+        speedups = panel.assign(value=base / panel[time])
+        centres = style.bars(axes, speedups[speedups.label != BASE], tick=tick.format)
         axes.axhline(1, color=style.GREY, linewidth=0.8)
         axes.set(xlabel=words, ylabel=TIMES[time])
         timed = panel[(panel.model == "opt-30b") & (panel.source != "modelled")]
@@ -213,72 +193,46 @@ def _draw_speedups(
         as_there = figure == "fig16a" or has_papers_share.all()
         if time == "total_s" and as_there:
             points = data.published(figure, "speedup_over_offload", panel, PAPER[figure])
-            style.mark_published(axes, found, list(speedup.index), points)
+            style.mark_published(axes, centres, points)
 
-    def panels_of(title: str, frame: pd.DataFrame) -> Iterator[style.Panel]:
-        for time in TIMES if (frame.label != BASE).any() else ():
-            yield title, frame, partial(draw, time=time)
-
-    return style.draw_parts(table, setup, panels_of)
+    table = table.groupby(list(setup)).filter(lambda rows: (rows.label != BASE).any())
+    draws = [partial(draw, time=time) for time in TIMES]
+    return style.draw_rows(table, setup, *draws)
 
 
 # From a disk, by the context
 
-LIKE = {
-    "disk": "offload",
-    "h2o": "offload+h2o",
-    "int4": "offload+int4",
-    "quest": "Quest",
-    "retroinfer": "RetroInfer",
-}
-"""By what follows `disk+`, the label of other figures that has the look; else it is the same."""
 
-
-def disk(tables: data.Tables, name: str) -> Figure | None:
+def disk(table: pd.DataFrame) -> Figure | None:
     """Two panels a model and batch: the median step by the context, with the step in memory as a
     line, and the bytes that a step reads."""
+    table = table.sort_values("prompt_len").assign(
+        group=table.prompt_len,
+        step_ms=1e3 * table.tpot_p50_s,
+        read_mb=table.disk_read_bytes / (table.gen_len - 1) / 1e6,
+    )
 
-    def panels_of(title: str, rows: pd.DataFrame) -> list[style.Panel]:
-        return [(title, rows, _times), (title, rows[rows.label != IDEAL], _bytes)]
+    def draw(axes: Axes, panel: pd.DataFrame, column: str, words: str) -> None:
+        rows = panel.assign(value=panel[column]).dropna(subset="value")
+        centres = style.bars(axes, rows[rows.label != IDEAL], tick="{:,.0f}".format)
+        ideal = rows[rows.label == IDEAL]
+        if len(ideal):
+            places, half = centres.index.get_indexer(ideal.group), style.FILLED / 2
+            line: Any = {"color": style.BLACK, "linestyle": "--", "linewidth": 1.4}
+            axes.hlines(ideal.value, places - half, places + half, label=IDEAL, **line)
+        axes.set(xlabel="tokens of the prompt", ylabel=words)
 
+    times = partial(draw, column="step_ms", words="time of a step, median (ms)")
+    reads = partial(draw, column="read_mb", words="read from the disk in a step (MB)")
     words = "median of the timed steps; ideal: the cache in memory"
     note = f"{words}; a disk reads whole blocks of 4 KiB"
-    table = tables.read(name, columns.LATENCY)
-    return style.draw_parts(table, ("model", "batch_size"), panels_of, note=note)
-
-
-def _times(axes: Axes, panel: pd.DataFrame) -> None:
-    milliseconds = 1e3 * data.pivot(panel, "prompt_len", "tpot_p50_s")
-    in_memory = milliseconds.pop(IDEAL) if IDEAL in milliseconds else None
-    _bars(axes, milliseconds)
-    if in_memory is not None:
-        line: Any = {"color": style.BLACK, "linestyle": "--", "linewidth": 1.4}
-        for place, value in enumerate(in_memory):
-            half = style.FILLED / 2
-            axes.hlines(value, place - half, place + half, label=IDEAL, **line)
-    axes.set_ylabel("time of a step, median (ms)")
-
-
-def _bytes(axes: Axes, panel: pd.DataFrame) -> None:
-    a_step = panel.assign(mb=panel.disk_read_bytes / (panel.gen_len - 1) / 1e6)
-    _bars(axes, data.pivot(a_step, "prompt_len", "mb"))
-    axes.set_ylabel("read from the disk in a step (MB)")
-
-
-def _bars(axes: Axes, values: pd.DataFrame) -> None:
-    groups = [f"{length:,.0f}" for length in values.index]
-    found, width = style.place_bars(axes, style.ordered(values.columns), groups)
-    for label, x in found.items():
-        name = label.removeprefix("disk+")
-        like = style.look(LIKE.get(name, name))
-        looks: Any = {"color": like.color, "hatch": like.hatch, **style.BAR}
-        axes.bar(x, values[label], width, label=label, **looks)
-    axes.set_xlabel("tokens of the prompt")
+    return style.draw_rows(table, ("model", "batch_size"), times, reads, note=note)
 
 
 # Against the batch, and where memory ends
 
 WALL: Any = {"marker": "|", "markersize": 13, "markeredgewidth": 2.0, "clip_on": False}
+RING: Any = {"marker": "o", "markersize": 11, "fillstyle": "none"}
 MEMORY_NOTE = (
     "vertical bar: memory ends here; ring: first batch above the best rate of the full cache on "
     "the device (ideal, dotted line); cross: not one sequence fits"
@@ -288,45 +242,31 @@ POWERS = tuple(4**power for power in range(8))
 MACHINE = ("model", "platform", "source", "memory_bytes", "context")
 
 
-def capacity(tables: data.Tables, name: str) -> Figure | None:
+def capacity(table: pd.DataFrame) -> Figure | None:
     """Tokens/s against the batch, a panel a context."""
-    return _draw_capacity(tables.read(name, columns.CAPACITY))
-
-
-def _draw_capacity(table: pd.DataFrame) -> Figure | None:
-    sizes = sorted({memory / metrics.GIB for memory in table.memory_bytes})
+    sizes = sorted(set(table.memory_bytes / metrics.GIB))
     memory = "device memory " + ", ".join(f"{gib:.4g}" for gib in sizes) + " GiB"
     return style.draw_rows(table, MACHINE, _draw_batches, note=f"{memory}; {MEMORY_NOTE}")
 
 
 def _draw_batches(axes: Axes, panel: pd.DataFrame) -> None:
-    base = panel[(panel.label == IDEAL) & (panel.batch_size > 0)]
-    best_of_base = base.decode_tokens_per_s.max() if len(base) else 0.0
+    fitting = panel[panel.batch_size > 0]
+    best_of_base = fitting[fitting.label == IDEAL].decode_tokens_per_s.max()  # NaN for none
     for label in style.ordered(panel.label):
-        rows = panel[panel.label == label].sort_values("batch_size")
-        color, marker, line, _ = style.look(label)
-        fitting = rows[rows.batch_size > 0]
-        if fitting.empty:
-            look: Any = {"color": color, "marker": "x", "linestyle": line, "markersize": 7}
-            axes.plot([1], [best_of_base or 1], label=label, **look)
+        rows = fitting[fitting.label == label].sort_values("batch_size")
+        look = style.look(label)
+        x, y = rows.batch_size, rows.decode_tokens_per_s
+        if rows.empty:
+            cross = look.of_line | {"marker": "x", "markersize": 7, "label": label}
+            axes.plot([1], [1 if math.isnan(best_of_base) else best_of_base], **cross)
             continue
-        x, y = fitting.batch_size, fitting.decode_tokens_per_s
-        axes.plot(x, y, label=label, color=color, marker=marker, linestyle=line)
-        if fitting.iloc[-1].wall != "max_batch":
-            axes.plot([x.iloc[-1]], [y.iloc[-1]], color=color, **WALL)
-        winning = fitting[y > best_of_base]
-        if label != IDEAL and len(winning) and best_of_base:
-            first = winning.iloc[0]
-            ring = Line2D(
-                [first.batch_size],
-                [first.decode_tokens_per_s],
-                color=color,
-                marker="o",
-                markersize=11,
-                fillstyle="none",
-            )
-            axes.add_line(ring)
-    if best_of_base:
+        axes.plot(x, y, label=label, **look.of_line)
+        if rows.wall.iloc[-1] != "max_batch":
+            axes.plot(x.iloc[-1:], y.iloc[-1:], color=look.color, **WALL)
+        first = rows[y > best_of_base].head(1)
+        if label != IDEAL:
+            axes.plot(first.batch_size, first.decode_tokens_per_s, color=look.color, **RING)
+    if not math.isnan(best_of_base):
         axes.axhline(best_of_base, color=style.GREY, linewidth=0.8, linestyle=":")
     style.log2_x(axes, [power for power in POWERS if power <= 2 * panel.batch_size.max()])
     style.log_y(axes)

@@ -9,7 +9,7 @@ import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from plots.data import OWN, split
+from plots.data import refuse_repeats, split
 
 REGISTRY = yaml.safe_load(Path(__file__).with_name("registry.yaml").read_text(encoding="utf-8"))
 BUDGET_AXIS = "budget: share of the cache read (%)"
@@ -63,6 +63,17 @@ class Look(NamedTuple):
     line: str
     hatch: str = ""
 
+    @property
+    def of_line(self) -> dict[str, Any]:
+        """Settings of a line with markers."""
+        return {"color": self.color, "marker": self.marker, "linestyle": self.line}
+
+    @property
+    def of_bar(self) -> dict[str, Any]:
+        """Settings of a bar."""
+        look = {"color": self.color, "hatch": self.hatch}
+        return look | {"edgecolor": "white", "linewidth": 0.4}
+
 
 COLORS = REGISTRY["colors"]
 BLACK, BLUE, GREEN, ORANGE = (COLORS[name] for name in ("black", "blue", "green", "orange"))
@@ -85,9 +96,9 @@ OTHERS = [
 _given: dict[str, Look] = {}
 """The looks of `OTHERS` that labels have, while the figures of one folder are drawn."""
 
-BAR: Any = {"edgecolor": "white", "linewidth": 0}
-"""Of bars that stand on one another."""
-PREFILL_BAR: Any = {"color": "#F2F2F2", "edgecolor": GREY, "linewidth": 0.5, "label": PREFILL}
+PREFILL_BAR: Any = {
+    "color": "#F2F2F2", "edgecolor": GREY, "linewidth": 0.5, "hatch": "", "label": PREFILL
+}  # fmt: skip
 HOLLOW: Any = {"linestyle": "", "markerfacecolor": "none", "markeredgecolor": BLACK}
 PUBLISHED_MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
 
@@ -154,82 +165,64 @@ def applied() -> AbstractContextManager[None]:
 # Panels
 
 
-def new(
-    num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES
-) -> tuple[Figure, list[Axes]]:
-    """A figure of at least one panel, at most three a row, with room above for the legend. One
-    panel is as wide as two."""
-    columns = 2 if num_panels == 4 else min(num_panels, 3)
-    rows = -(-num_panels // columns)
-    width, height = panel_inches
-    if num_panels == 1 and panel_inches == PANEL_INCHES:
-        width *= 2
-    figure = Figure(figsize=(columns * width, rows * height + 0.6), layout="constrained")
-    axes = [figure.add_subplot(rows, columns, index + 1) for index in range(num_panels)]
-    return figure, axes
-
-
 def draw_rows(
-    rows: pd.DataFrame, setup: Sequence[str], draw: DrawPanel, *, note: str = ""
+    rows: pd.DataFrame, setup: Sequence[str], *draws: DrawPanel, note: str = ""
 ) -> Figure | None:
-    """A figure with a titled panel per setup; None without rows.
+    """A figure with a titled panel per setup and function; None without rows.
 
     Below the panels stands what they share, then `note`.
     """
-    return draw_parts(rows, setup, lambda title, frame: [(title, frame, draw)], note=note)
-
-
-def draw_parts(
-    rows: pd.DataFrame,
-    setup: Sequence[str],
-    panels_of: Callable[[str, pd.DataFrame], Iterable[Panel]],
-    *,
-    note: str = "",
-) -> Figure | None:
-    """As `draw_rows`, with the panels that `panels_of` makes of the title and rows of a setup."""
     if rows.empty:
         return None
     shared, parts = split(rows, setup)
-    panels = list(chain.from_iterable(panels_of(title, frame) for title, frame in parts))
+    panels = [(title, frame, draw) for title, frame in parts for draw in draws]
     return draw_panels(panels, "; ".join(filter(None, [shared, note])))
 
 
-def draw_panels(panels: Sequence[Panel], note: str) -> Figure | None:
-    """A figure of these panels; None without any."""
+def draw_panels(
+    panels: Sequence[Panel], note: str, *, panel_inches: tuple[float, float] = PANEL_INCHES
+) -> Figure | None:
+    """A figure of these panels, at most three a row, with room above for the legend; None without
+    any. One panel is as wide as two."""
     if not panels:
         return None
-    figure, all_axes = new(len(panels))
-    for axes, (title, frame, draw) in zip(all_axes, panels, strict=True):
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    width, height = panel_inches
+    if len(panels) == 1 and panel_inches == PANEL_INCHES:
+        width *= 2
+    figure = Figure(figsize=(columns * width, rows * height + 0.6), layout="constrained")
+    for place, (title, frame, draw) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1, title=title)
         draw(axes, frame)
-        axes.set_title(title)
         mark_own(axes, frame)
-    return finish(figure, note)
+    has_own = any(frame.own.any() for _, frame, _ in panels)
+    return finish(figure, f"{note}\n{OWN_NOTE}" if has_own else note)
 
 
 def mark_own(axes: Axes, rows: pd.DataFrame) -> None:
-    """Mark the names of one's own runs among shipped ones, in the legend and on the axes.
+    """Mark the names of one's own runs among shipped ones, in the legend and on the axes."""
+    columns = [column for column in ("label", "series") if column in rows]
+    own = set(rows.loc[rows.own, columns].stack())
+    shipped = set(rows[columns].stack()) - own
+    own_methods = {_method(name) for name in own}
 
-    A name is a label or a series, whatever follows its first comma.
-    """
-    if OWN not in rows or not rows[OWN].any():
-        return
-    own: set[str] = set()
-    for column in ("label", "series"):
-        if column in rows:
-            own |= {_name(text) for text in rows[column][rows[OWN].fillna(False)]}
+    def marked(text: str) -> str:
+        name = " ".join(text.split())
+        is_own = name in own or (name not in shipped and _method(name) in own_methods)
+        return text + OWN_MARK if is_own else text
+
     for artist, text in zip(*axes.get_legend_handles_labels(), strict=True):
-        if _name(text) in own:
-            artist.set_label(text + OWN_MARK)
+        artist.set_label(marked(text))
     for axis in (axes.xaxis, axes.yaxis):
         texts = [label.get_text() for label in axis.get_ticklabels()]
-        marked = [text + OWN_MARK if _name(text) in own else text for text in texts]
-        if marked != texts:
-            axis.set_ticklabels(marked)
+        if texts != [marked(text) for text in texts]:
+            axis.set_ticklabels([marked(text) for text in texts])
 
 
-def _name(text: str) -> str:
-    """The name of a method in a legend or below a bar; one for all widths of an integer codec."""
-    name = " ".join(text.split()).partition(", ")[0]
+def _method(text: str) -> str:
+    """What stands before the first comma; one name for all widths of an integer codec."""
+    name = text.partition(", ")[0]
     return QUANTIZED if WIDTH.fullmatch(name) else _listed(name)
 
 
@@ -247,12 +240,6 @@ def finish(figure: Figure, note: str) -> Figure:
         shown = [handles[name] for name in names]
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
         figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
-    shown_words = list(names)
-    for axes in figure.axes:
-        ticks = (*axes.get_yticklabels(), *axes.get_xticklabels())
-        shown_words += [tick.get_text() for tick in ticks]
-    if any(text.endswith(OWN_MARK) for text in shown_words):
-        note = f"{note}\n{OWN_NOTE}"
     letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
     lines: list[str] = []
     for paragraph in note.split("\n"):
@@ -277,22 +264,28 @@ def error_note(rows: pd.DataFrame) -> str:
 # Lines
 
 
-def error_line(
+def draw_lines(
     axes: Axes,
-    x: pd.Series,
-    y: pd.Series,
-    stderr: pd.Series | np.ndarray | None,
+    points: pd.DataFrame,
+    looks: Mapping[str, Look] | None = None,
     *,
-    name: str,
-    like: Look,
+    at: Iterable[float] | None = None,
     **other: Any,
 ) -> None:
-    """A line with markers and error bars of one standard error, broken where `y` is NaN.
+    """A line with markers and error bars for each `name` of the points.
 
-    other: settings that change its look.
+    points: columns name, label, x, y and stderr, one standard error. looks: of the names, else that
+    of the label. at: every x, of which a line breaks where it has no point. other: settings that
+    change a line's look.
     """
-    looks: Any = {"color": like.color, "marker": like.marker, "linestyle": like.line, **other}
-    axes.errorbar(x, y, yerr=stderr, label=name, capsize=2, elinewidth=0.8, **looks)
+    for name in ordered(points.name):
+        line = points[points.name == name].sort_values("x")
+        of_name = looks[name] if looks else look(line.label.iloc[0])
+        line = line.set_index("x")
+        line = line if at is None else line.reindex(at)
+        stderr = line.stderr if line.stderr.notna().any() else None
+        words: Any = of_name.of_line | {"label": name, "capsize": 2, "elinewidth": 0.8}
+        axes.errorbar(line.index, line.y, stderr, **words | other)
 
 
 def joined(labels: Iterable[str]) -> str:
@@ -301,8 +294,8 @@ def joined(labels: Iterable[str]) -> str:
     return "INT" + "/".join(sorted(widths, reverse=True))
 
 
-def budget_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: str) -> None:
-    """A line per method, `factor` times the value by budget, without the full cache.
+def budget_lines(axes: Axes, rows: pd.DataFrame, *, codecs: str) -> None:
+    """A line per method, the value by budget, without the full cache.
 
     codecs: the name of the line through all bit widths. A line joins runs of one kind: where only
     some of a method's runs were asked for a budget, the others, whose budget follows from a
@@ -310,16 +303,13 @@ def budget_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: s
     """
     methods = rows[rows.label != FULL]
     names = methods.label.where(~methods.label.str.fullmatch(WIDTH), codecs)
-    asked = methods.settings.fillna("").str.contains(ASKED)
-    for name in ordered(names):
-        of_name = asked[names == name]
-        for kind in of_name.unique():
-            second = not kind and of_name.any()
-            line = methods[(names == name) & (asked == kind)].sort_values("budget")
-            words = f"{name}, {NOT_ASKED}" if second else name
-            look_of_second: Any = {"markerfacecolor": "white", "linestyle": ":"} if second else {}
-            x, y, stderr = 100 * line["budget"], factor * line.value, factor * line.stderr
-            error_line(axes, x, y, stderr, name=words, like=look(name), **look_of_second)
+    points = methods.assign(label=names, name=names, x=100 * methods["budget"], y=methods.value)
+    asked = methods.settings.str.contains(ASKED)
+    is_second = ~asked & asked.groupby(names).transform("any")
+    draw_lines(axes, points[~is_second])
+    second = points[is_second]
+    second = second.assign(name=second["name"] + f", {NOT_ASKED}")
+    draw_lines(axes, second, markerfacecolor="white", linestyle=":")
     axes.set_xlim(left=0)
 
 
@@ -328,10 +318,9 @@ def log_y(axes: Axes, values: pd.Series | None = None) -> None:
 
     Given `values`, only where the largest is over `WIDE` times the smallest.
     """
-    if values is not None and not values.max() > WIDE * values.min():
-        return
-    axes.set_yscale("log")
-    _plain_numbers(axes.yaxis)
+    if values is None or values.max() > WIDE * values.min():
+        axes.set_yscale("log")
+        _plain_numbers(axes.yaxis)
 
 
 def log_x(axes: Axes) -> None:
@@ -353,13 +342,13 @@ def log2_x(axes: Axes, values: Iterable[float]) -> None:
     axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
 
 
-def full_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
+def full_lines(axes: Axes, rows: pd.DataFrame) -> None:
     """The full cache: for each distinct value of `rows` a dashed line over the whole width.
 
     It has a band of one standard error where that is known.
     """
     color, _, line, _ = LOOKS[FULL]
-    for value, stderr in factor * rows[["value", "stderr"]].drop_duplicates().to_numpy():
+    for value, stderr in rows[["value", "stderr"]].drop_duplicates().to_numpy():
         axes.axhline(value, color=color, linestyle=line, linewidth=1, label=FULL)
         if not pd.isna(stderr):
             axes.axhspan(value - stderr, value + stderr, color=color, alpha=0.08, linewidth=0)
@@ -370,60 +359,80 @@ def chance_line(axes: Axes, value: float) -> None:
     axes.axhline(value, color=GREY, linestyle=":", linewidth=1, label=CHANCE)
 
 
+# Names on the y axis
+
+NAME_INCHES = 0.14
+SHIFT = 0.18
+"""Of the lines between a method's markers of two lengths."""
+APART = "x"
+"""The marker of a method that is not compared."""
+FACES: Any = [
+    {},
+    {"markerfacecolor": "white"},
+    {"fillstyle": "left", "markerfacecoloralt": "white"},
+    {"fillstyle": "bottom", "markerfacecoloralt": "white"},
+]
+"""Of the shortest texts, the next longer, and so on."""
+UNLISTED = Look(GREY, "o", "-")
+"""Of methods without a colour of their own: more than there are colours, and named on the axis."""
+
+
+def draw_names(
+    axes: Axes, points: pd.DataFrame, names: Sequence[str], lengths: list[float]
+) -> None:
+    """A marker with a horizontal bar for each point, on the line of its label.
+
+    points: columns label, x, length of the text, bar_low and bar_high, NaN for no bar, and
+    is_apart. names: the labels, from below. lengths: of all texts, the shortest first.
+    """
+    for point in points.itertuples():
+        place = lengths.index(point.length)
+        y = names.index(point.label) + SHIFT * ((len(lengths) - 1) / 2 - place)
+        of_method = LOOKS.get(point.label.partition(" + ")[0], UNLISTED)  # without its codec
+        bar = None if pd.isna(point.bar_low) else [[point.bar_low], [point.bar_high]]
+        shape: Any = {"color": of_method.color, "marker": of_method.marker or "o"} | _face(place)
+        if point.is_apart:
+            shape["marker"] = APART
+        axes.errorbar(point.x, y, xerr=bar, elinewidth=0.8, markersize=4, **shape)
+    axes.set_yticks(range(len(names)), names, fontsize=6)
+    axes.set_ylim(-0.7, len(names) - 0.3)
+    grey: Any = {"color": GREY, "markersize": 4, "linestyle": ""}
+    for place, length in enumerate(lengths):
+        words = f"texts of {length:,.0f} tokens"
+        axes.plot([], [], marker="o", label=words, **grey | _face(place))
+    if points.is_apart.any():
+        axes.plot([], [], marker=APART, label="not compared", **grey)
+
+
+def _face(place: int) -> dict[str, Any]:
+    return dict(FACES[place % len(FACES)])
+
+
 # Bars
 
-BarCentres = dict[str, np.ndarray]
-"""By label, the x of its bar in each group."""
 
+def bars(
+    axes: Axes, rows: pd.DataFrame, *, tick: Callable[[Any], str] = str, **other: Any
+) -> pd.DataFrame:
+    """A bar for each row, those of a group beside one another in the order of legends.
 
-def place_bars(
-    axes: Axes, labels: Sequence[str], groups: Sequence[str]
-) -> tuple[BarCentres, float]:
-    """Place a bar per label into every group, and name the groups below the axis.
-
-    Returns the centres of the bars, and their width.
+    rows: columns group, label and value; where there are errors or stacks, stderr and bottom. tick:
+    the words below a group. other: settings that change a bar's look. Returns the centres of the
+    bars, a row per group and a column per label. Raises UserError for two rows for one bar.
     """
-    width = FILLED / len(labels)
-    centres = np.arange(len(groups))
-    axes.set_xticks(centres, groups)
-    axes.grid(visible=False, axis="x")
-    found = {}
+    refuse_repeats(rows, ["group", "label"])
+    labels, groups = ordered(rows.label), list(dict.fromkeys(rows.group))
+    places, width = np.arange(len(groups)), FILLED / len(labels)
+    centres = pd.DataFrame(index=groups)
     for number, label in enumerate(labels):
-        found[label] = centres + (number - (len(labels) - 1) / 2) * width
-    return found, width
-
-
-def grouped(
-    axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]
-) -> BarCentres:
-    """One bar per number of `values` (a row per group, a column per label); NaN is a gap."""
-    found, width = place_bars(axes, ordered(values.columns), groups)
-    for label, x in found.items():
-        color, _, _, hatch = look(label)
-        axes.bar(
-            x,
-            values[label],
-            width,
-            yerr=None if errors is None else errors[label],
-            capsize=2,
-            label=label,
-            color=color,
-            hatch=hatch,
-            edgecolor="white",
-            linewidth=0.4,
-            error_kw={"elinewidth": 0.8},
-        )
-    return found
-
-
-def bars_of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) -> BarCentres:
-    """A bar with its standard error for each row, all in the look of the label `name`.
-
-    groups: the names of the bars.
-    """
-    values = rows[["value"]].set_axis([name], axis=1)
-    errors = rows[["stderr"]].set_axis([name], axis=1)
-    return grouped(axes, values, errors=errors, groups=groups)
+        centres[label] = places + (number - (len(labels) - 1) / 2) * width
+        own = rows[rows.label == label].set_index("group").reindex(groups)
+        words: Any = {"label": label, "capsize": 2, "error_kw": {"elinewidth": 0.8}}
+        words |= {"yerr": own.get("stderr"), "bottom": own.get("bottom")}
+        axes.bar(centres[label], own.value, width, **words | look(label).of_bar | other)
+    axes.set_xticks(places, [tick(group) for group in groups])
+    axes.grid(visible=False, axis="x")
+    return centres
 
 
 def name_bars(axes: Axes, x: Iterable[float], labels: Iterable[str]) -> None:
@@ -432,12 +441,10 @@ def name_bars(axes: Axes, x: Iterable[float], labels: Iterable[str]) -> None:
     axes.set_xticks([*x], names, rotation=35, ha="right")
 
 
-def mark_published(
-    axes: Axes, found: Mapping[str, np.ndarray], groups: Sequence[float | str], points: pd.DataFrame
-) -> None:
+def mark_published(axes: Axes, centres: pd.DataFrame, points: pd.DataFrame) -> None:
     """The paper's numbers as hollow markers on the bars of their series and group, by kind."""
-    for _, point in points.iterrows():
-        if point.series in found and point.x in groups:
-            x = found[point.series][groups.index(point.x)]
+    for point in points.itertuples():
+        if point.series in centres and point.x in centres.index:
+            at = centres.at[point.x, point.series]
             words, marker = f"{OF_PAPER}, {point.kind}", PUBLISHED_MARKERS[point.kind]
-            axes.plot(x, point.value, label=words, marker=marker, **HOLLOW)
+            axes.plot(at, point.value, label=words, marker=marker, **HOLLOW)

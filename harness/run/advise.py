@@ -26,7 +26,7 @@ from harness.decode.needs import largest_batch
 from harness.errors import UserError
 from harness.files import write_atomic
 from harness.model.shape import read_yaml
-from harness.results.columns import TableRow, grouped, read_table, where
+from harness.results.columns import read_frame
 from harness.results.metrics import BUDGET, LABEL, MISSING, RATIO
 from harness.results.sheet import Sheet, sheet_of, terminal
 from harness.run.compose import load
@@ -36,11 +36,15 @@ from harness.settings.own_method import shipped
 from harness.settings.paths import COMMAND, CONF_DIR, SHIPPED
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from harness.paper.costmodel.capacity import Step
 
 KNOWN = read_yaml(Path(__file__).with_name("advise.yaml"))
 BOARD = SHIPPED / "tables" / "board-methods.csv"
 OVER = "all models"
+OWN_BUDGET = ("reads all", "codes")
+"""Families of the full cache and of codecs, which have no budget to set."""
 TIMED = SHIPPED / "gpu-nvidia-h100-80gb-hbm3" / "tables" / "latency.csv"
 ROWS = 2
 """Rows of a GPU cache, as a multiple of what a step reads."""
@@ -61,15 +65,15 @@ LIGHT_BITS = 4
 NOT_MEASURED = "not measured"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Option:
     """A method of the board at a budget, in a place of `PLACES`, under the question's settings.
 
-    board: its row there. words: its settings on a command line. asked: the question. step: of the
-    cost model, with its capacity. most_questions: of any row of the board.
+    board: its row of `board_rows`. words: its settings on a command line. asked: the question.
+    step: of the cost model, with its capacity. most_questions: of any row of the board.
     """
 
-    board: TableRow
+    board: pd.Series
     place: str
     words: Sequence[str]
     asked: RunConfig
@@ -147,12 +151,23 @@ class Option:
     @property
     def lost(self) -> float | None:
         """Share of the full cache's right answers that are lost; None: not measured."""
-        return lost_by(self.board)
+        return number_in(self.board, "answers_lost")
+
+    @property
+    def ratio(self) -> float | None:
+        """KL over the oracle's; None: not measured."""
+        return number_in(self.board, "ratio")
+
+    @property
+    def num_questions(self) -> int | None:
+        """Questions of the board that it was asked; None for none."""
+        number = number_in(self.board, "num_questions")
+        return None if number is None else int(number)
 
     @property
     def was_asked_all(self) -> bool:
         """Whether it was asked all questions of the board: some rows are of one model alone."""
-        return self.board.get("num_questions") == self.most_questions
+        return self.num_questions == self.most_questions
 
     @property
     def loses_little(self) -> bool:
@@ -176,7 +191,7 @@ class Option:
         if self.lost > asked.answers_lost:
             return f"loses {_points(self)}"
         if not self.was_asked_all:
-            return f"was asked {self.board['num_questions']} of {self.most_questions} questions"
+            return f"was asked {self.num_questions} of {self.most_questions} questions"
         return ""
 
 
@@ -192,8 +207,11 @@ def advise(config: RunConfig) -> str:
     """
     options, left = options_of(config)
     lines = [*first_lines(options), "", *recommendation(options), ""]
+    brief = KNOWN["in_terminal"]
     for sheet in sheets(options):
-        lines += [terminal(sheet), ""]
+        table = sheet.table.rename(columns=brief)
+        shown = [heading for heading in brief.values() if heading in table]
+        lines += [terminal(sheet._replace(table=table[shown])), ""]
     path = Path(config.results_dir) / "advise.json"
     write_atomic(path, json.dumps(as_data(options), indent=1) + "\n")
     return "\n".join([*lines, *sources(config, options, left), f"All options: {path}"])
@@ -205,9 +223,9 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
     found: list[Option] = []
     left: dict[str, str] = {}
     rows = board_rows(config.latency.prompt_len + config.latency.gen_len)
-    most_questions = max(row.get("num_questions") or 0 for row in rows)
-    for row in bar(rows, desc="advice", unit="row"):
-        if lost_by(row) is None and row["family"] != "codes":
+    most_questions = int(rows["num_questions"].max())
+    for row in bar([row for _, row in rows.iterrows()], desc="advice", unit="row"):
+        if number_in(row, "answers_lost") is None and row["family"] != "codes":
             left[row["label"]] = "nobody measured the answers that it loses"
             continue
         try:
@@ -222,43 +240,47 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
     return found, left
 
 
-def board_rows(context: int) -> list[TableRow]:
+def board_rows(context: int) -> pd.DataFrame:
     """The board's rows over all models that a live session can have, each at its longest windows
-    that are no longer than the context; the full cache first. A format of the cache that the board
-    lacks has a row without measurements."""
-    longest: dict[tuple[Any, ...], TableRow] = {}
-    for row in where(read_table(BOARD), "over", OVER):
-        is_apart = row.get("apart") and not reads_own_budget(row)
-        if row["family"] == "oracle" or is_apart:  # it cannot have this budget
-            continue
-        identity = (row["label"], None if reads_own_budget(row) else row["asked_budget"])
-        before = longest.get(identity)
-        if before is None or before["seq_len"] < row["seq_len"] <= context:
-            longest[identity] = row
-    known = {row["method"] for row in longest.values()}
-    rows = sorted(longest.values(), key=lambda row: row["method"] != "full")
+    that are no longer than the context; the full cache first.
+
+    `answers_lost` is the share of the full cache's right answers that a row loses, NaN where nobody
+    measured it. A format of the cache that the board lacks has a row without measurements.
+    """
+    import pandas as pd  # here, as a command's help needs no pandas
+
+    board = read_frame(BOARD)
+    has_own_budget = board["family"].isin(OWN_BUDGET)
+    can_have = has_own_budget | (board["apart"] == "")  # it cannot have this budget, else
+    board = board[(board["over"] == OVER) & (board["family"] != "oracle") & can_have]
+    is_full = (board["method"] == "full") & (board["codec"] == "")
+    board = board.assign(answers_lost=(-board["answers_difference"]).mask(is_full, 0))
+    budget = board["asked_budget"].mask(has_own_budget)
+    length = board["seq_len"]
+    fitting = length.where(length <= context, -length)  # else the shortest
+    same = fitting.groupby([board["label"], budget], sort=False, dropna=False)
+    rows = board.loc[same.idxmax()]
+    rows = rows.sort_values("method", key=lambda methods: methods != "full", kind="stable")
+    formats = []
     for name in KNOWN["codecs"]:
-        if name not in known:
+        if name not in set(rows["method"]):
             _, file = shipped(name)
             row = {"label": file["title"], "method": name, "codec": file["codec"]}
-            rows.append(row | {"family": "codes"})
-    return rows
+            formats.append(row | {"family": "codes", "dense_numbers": ""})
+    return pd.concat([rows, pd.DataFrame(formats)], ignore_index=True)
 
 
-def lost_by(row: TableRow) -> float | None:
-    """Share of the full cache's right answers that a row of the board loses; None: not measured."""
-    if row["method"] == "full" and not row.get("codec"):
-        return 0.0
-    difference = row.get("answers_difference")
-    return None if difference is None else -difference
+def number_in(row: pd.Series, name: str) -> float | None:
+    """A number of a row of the board; None where it has none."""
+    return None if math.isnan(row[name]) else float(row[name])
 
 
-def reads_own_budget(row: TableRow) -> bool:
+def reads_own_budget(row: pd.Series) -> bool:
     """True for the full cache and for codecs, which have no budget to set."""
-    return row["family"] in ("reads all", "codes")
+    return row["family"] in OWN_BUDGET
 
 
-def _options(config: RunConfig, row: TableRow, most_questions: int) -> Iterator[Option]:
+def _options(config: RunConfig, row: pd.Series, most_questions: int) -> Iterator[Option]:
     """A row of the board in each place that its method has. Raises UserError for what cannot be
     known."""
     from harness.paper.costmodel.capacity import modelled_step
@@ -268,7 +290,7 @@ def _options(config: RunConfig, row: TableRow, most_questions: int) -> Iterator[
         words.append(f"budget={row['asked_budget']}")
     if _has_added_codec(row):
         words += [f"codec={row['codec']}", f"group_size={group_size()}"]
-    dense = (row.get("dense_numbers") or "0").split(" or ")[-1]
+    dense = (row["dense_numbers"] or "0").split(" or ")[-1]
     words.append(f"method.dense_layers={dense}")
     made = load(["experiment=capacity", "platform=h100-pcie5", "gpu_cache=0", *words])
     made = replace(made, model=config.model, platform=config.platform, latency=config.latency)
@@ -297,11 +319,11 @@ def group_size() -> int:
     return int(found)
 
 
-def _has_added_codec(row: TableRow) -> bool:
-    return bool(row.get("codec")) and "codec" not in shipped(row["method"])[1]
+def _has_added_codec(row: pd.Series) -> bool:
+    return bool(row["codec"]) and "codec" not in shipped(row["method"])[1]
 
 
-def _key(row: TableRow) -> str:
+def _key(row: pd.Series) -> str:
     method: str = row["method"]
     return f"{method}+{row['codec']}" if _has_added_codec(row) else method
 
@@ -492,12 +514,12 @@ def _gib(option: Option, memory: str) -> str:
 
 
 def _ratio(option: Option) -> str:
-    return RATIO.show(0.0 if option.key == "full" else option.board.get("ratio"))
+    return RATIO.show(0.0 if option.key == "full" else option.ratio)
 
 
 def _lost(option: Option) -> str:
     """Points of the answers that are lost, and of how many questions where others had more."""
-    points, number = _points(option).removesuffix(" points"), option.board.get("num_questions")
+    points, number = _points(option).removesuffix(" points"), option.num_questions
     return f"{points} ({number} questions)" if number and not option.was_asked_all else points
 
 
@@ -519,7 +541,7 @@ COLUMNS: dict[str, Column] = {
     "host (GiB)": lambda option: _gib(option, "host"),
     RATIO.heading: _ratio,
     **LOST,
-    "questions": lambda option: str(option.board.get("num_questions") or MISSING),
+    "questions": lambda option: str(option.num_questions or MISSING),
 }
 
 
@@ -594,9 +616,9 @@ def _data(option: Option) -> dict[str, Any]:
         "ttft_s": option.ttft_s,
         "device_bytes": needs.device,
         "host_bytes": needs.host,
-        "kl_over_the_oracles": option.board.get("ratio"),
+        "kl_over_the_oracles": option.ratio,
         "answers_lost": option.lost,
-        "num_questions": option.board.get("num_questions"),
+        "num_questions": option.num_questions,
         "why_not": option.why_not,
     }
 
@@ -625,7 +647,8 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
         "hit_source": KNOWN["hit_measured"] if given is None else "as given",
     }
     lines = [sentence.format(**fields) for sentence in KNOWN["sources"]]
-    for why, labels in grouped(left, left.__getitem__).items():
+    for why in dict.fromkeys(left.values()):
+        labels = [label for label, of_label in left.items() if of_label == why]
         lines.append(f"Left out, as {why}: {', '.join(labels)}.")
     engines = "; ".join(_engines(options))
     return [*lines, timed(), f"Serving engines: {engines}; of the others none is known here."]
@@ -634,12 +657,12 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
 def timed() -> str:
     """What an H100 took, as far as it was measured."""
     known = KNOWN["timed"]
-    rows = where(read_table(TIMED), "batch_size", known["batch_size"])
+    rows = read_frame(TIMED)
+    rows = rows[rows["batch_size"] == known["batch_size"]].set_index("label")
     speeds = []
     for label, words in known["labels"].items():
-        (row,) = where(rows, "label", label)
-        speeds.append(f"{words} {row['tokens_per_s']:.0f}")
-    return known["sentence"].format(speeds=", ".join(speeds), **rows[0])
+        speeds.append(f"{words} {rows.at[label, 'tokens_per_s']:.0f}")
+    return known["sentence"].format(speeds=", ".join(speeds), **rows.iloc[0])
 
 
 def _engines(options: Iterable[Option]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from harness.errors import (
     UserError,
     is_users,
 )
-from harness.files import until_settled
+from harness.files import holding
 from harness.model.resources import Resources
 from harness.results import archive
 from harness.run import runner, status
@@ -147,6 +147,9 @@ class Jobs:
             yield
         except BrokenPipeError:
             raise
+        except SystemExit as end:  # as of a user's task, which is imported before its run begins
+            called = f"sys.exit({end.code!r}) was called by a task or a method"
+            self.fail(UserError(called), job)
         except Exception as error:
             self.fail(error, job)
 
@@ -176,7 +179,8 @@ class Jobs:
         draw = self.draw
         if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
-            figures = until_settled(results, "tables/*.csv", lambda: draw(results))
+            with holding(results / "tables", wait=True):  # another process may write them
+                figures = draw(results)
             names = [path.name for path in figures if path.suffix == ".png"]
             if names:
                 print(f"figures are in {figures[0].parent}: {', '.join(names)}")

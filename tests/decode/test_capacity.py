@@ -33,7 +33,7 @@ from methods.codecs.split import SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from plots import speed as figures
-from plots.data import Tables
+from plots.drawing import figure_of
 from tests.cases import CASES
 from tests.decode.test_needs import prompts_of
 from tests.living import PROMPT, attached_with_link, calibration_of, open_live, tiny
@@ -213,7 +213,7 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
         assert last["equal_tokens_per_s"] == at_equal
         used = last["model_bytes"] + last["device_kv_bytes"] + last["workspace_bytes"]
         assert used <= last["memory_bytes"] == int(0.003 * GIB)
-    figure = figures.capacity(Tables(Path("outputs/tables")), "capacity")
+    figure = figure_of(Path("outputs"), "capacity")
     (axes,) = figure.axes
     assert axes.get_xlabel() == "batch size (sequences)"
 
@@ -371,7 +371,7 @@ def test_the_figure_marks_walls_and_where_a_method_wins(monkeypatch):
             numbers = {"label": label, "batch_size": 2**power, "decode_tokens_per_s": rate, "wall": wall}
             rows.append(base | numbers)
     rows.append(base | {"label": "h2o (device)", "batch_size": 0, "decode_tokens_per_s": None, "wall": "device memory"})
-    figure = figures._draw_capacity(pd.DataFrame(rows))
+    figure = figures.capacity(pd.DataFrame(rows).assign(own=False))
     (axes,) = figure.axes
     drawn = [(line.get_marker(), list(line.get_xdata(orig=True))) for line in axes.lines]
     assert ("|", [2]) in drawn, "the full cache ends at 2"

@@ -7,12 +7,13 @@ import re
 import sys
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from harness.errors import UserError
 from harness.model.shape import load_shape
 from harness.paper.costmodel.capacity import LAUNCH_S, LAUNCHES_OF_A_PASS, modelled_step
-from harness.results.columns import read_table, where
+from harness.results.columns import read_frame
 from harness.results.sheet import pipes
 from harness.run import advise, cli, worked
 from harness.run.compose import load
@@ -33,11 +34,12 @@ def question(*words: str) -> RunConfig:
 def few(monkeypatch):
     """The board's rows of a few methods at 10 %."""
     every = advise.board_rows
-    monkeypatch.setattr(advise, "board_rows", lambda context: list(filter(is_looked_at, every(context))))
+    monkeypatch.setattr(advise, "board_rows", lambda context: few_of(every(context)))
 
 
-def is_looked_at(row: advise.TableRow) -> bool:
-    return advise.reads_own_budget(row) or (row["label"] in FEW and row["asked_budget"] == 0.1)
+def few_of(rows: pd.DataFrame) -> pd.DataFrame:
+    is_looked_at = rows.label.isin(FEW) & (rows.asked_budget == 0.1)
+    return rows[rows.family.isin(advise.OWN_BUDGET) | is_looked_at]
 
 
 def test_a_step_takes_what_its_bytes_and_its_host_take():
@@ -70,15 +72,16 @@ def test_the_answer_joins_memory_speed_and_the_board(few):
     of = {(option.label, option.place): option for option in options}
     assert ("Full cache", "host, GPU cache") not in of and ("Streaming", "host") not in of
 
-    board = where(where(read_table(advise.BOARD), "over", advise.OVER), "asked_budget", 0.1)
+    board = read_frame(advise.BOARD)
+    board = board[(board.over == advise.OVER) & (board.asked_budget == 0.1)]
     for (label, _), option in of.items():
         assert option.users == option.step.capacity.largest
         assert option.step.capacity.needs(option.users).device <= 2.577e10
-        row = next((row for row in board if row["label"] == label and row["seq_len"] == 4096), None)
-        if row is not None:
-            assert option.board["ratio"] == row["ratio"]
-            assert option.lost == -(row["answers_difference"] or 0)
-        elif not any(row["label"] == label for row in board):  # a format that the board lacks
+        rows = board[(board.label == label) & (board.seq_len == 4096)].fillna({"answers_difference": 0})
+        if len(rows):
+            assert option.ratio == pytest.approx(rows.ratio.item(), nan_ok=True) or option.key == "full"
+            assert option.lost == -rows.answers_difference.item()
+        elif label not in set(board.label):  # a format that the board lacks
             assert option.lost is None and option.why_not and option.key in advise.KNOWN["codecs"]
     full = of["Full cache", "device"]
     assert full.users < 100 and full.served == full.users and full.why_not == f"holds {full.users} users"
@@ -96,9 +99,10 @@ def test_the_answer_joins_memory_speed_and_the_board(few):
     assert best is fastest
 
     # One that was asked fewer questions is neither recommended nor the nearest.
-    asked_less = {"num_questions": best.most_questions - 1}
+    less = best.most_questions - 1
     options = [
-        replace(option, board=option.board | asked_less) if option.label == best.label else option for option in options
+        replace(one, board=pd.Series({**one.board, "num_questions": less})) if one.label == best.label else one
+        for one in options
     ]
     less = next(option for option in options if option.label == best.label and option.place == best.place)
     assert less.why_not == f"was asked {best.most_questions - 1} of {best.most_questions} questions"
@@ -109,8 +113,8 @@ def test_the_answer_joins_memory_speed_and_the_board(few):
 def test_rows_are_coded_as_the_board_measured_them():
     config = question("platform=h100-pcie5", "batch_size=2")
     label = "InfiniGen2, sampled rest + int8"
-    row = next(row for row in advise.board_rows(16264) if row["label"] == label)
-    for option in advise._options(config, row, row["num_questions"]):
+    rows = advise.board_rows(16264).set_index("label", drop=False)
+    for option in advise._options(config, rows.loc[label].iloc[0], 0):
         codec = option.step.capacity.plan.codec
         assert codec is not None and codec.group_size == 16
         assert advise._named(option).endswith(f"({option.place}; group_size=16)")
@@ -119,8 +123,7 @@ def test_rows_are_coded_as_the_board_measured_them():
 def test_more_users_than_a_search_for_a_batch_tries_may_fit(few):
     words = ["experiment=advise", "model=opt-125m", "prompt_len=64", "gen_len=16", "platform=h100-pcie5"]
     config = load([*words, "batch_size=2000"])
-    row = next(row for row in advise.board_rows(80) if row["method"] == "full")
-    on_device = next(advise._options(config, row, 0))
+    on_device = next(advise._options(config, advise.board_rows(80).iloc[0], 0))
     assert on_device.users > 2000 and on_device.served == 2000
 
 
@@ -128,7 +131,7 @@ def test_the_low_end_of_a_gpu_cache_is_compared_at_its_own_hit_rate(few):
     options, _ = advise.options_of(question("platform=h100-pcie5", "batch_size=100"))
     cached = [option for option in options if option.place == "host, GPU cache" and not option.why_not]
     best = cached[0]
-    slower = replace(best, board=best.board | {"label": "Other"})
+    slower = replace(best, board=pd.Series({**best.board, "label": "Other"}))
     changes = list(advise._changes(best, [best, slower], [best, slower]))
     assert not any(line.startswith("At the low end") for line in changes), "both are as slow there"
     faster = replace(slower, step=replace(slower.step, platform=replace(slower.step.platform, link_bytes_per_s=1e14)))
@@ -263,15 +266,14 @@ def test_the_worked_questions_stand_on_their_page_with_their_errors():
             continue
         sheet = worked.beside(asked, words)
         assert pipes(sheet) in page
-        for seen, (_, _, _, error, _) in zip(asked["published"], sheet.lines, strict=True):
+        for seen, (_, _, _, error, _) in zip(asked["published"], sheet.table.to_numpy(), strict=True):
             assert abs(float(error)) <= 20 or "because" in seen
 
 
 def test_every_option_of_the_board_has_its_launches():
-    for row in where(read_table(advise.BOARD), "over", advise.OVER):
-        is_option = row["family"] not in ("oracle", "codes") and advise.lost_by(row) is not None
-        if is_option:
-            assert advise._key(row) in advise.KNOWN["launches"]
+    rows = advise.board_rows(10**6)
+    for _, row in rows[(rows.family != "codes") & rows.answers_lost.notna()].iterrows():
+        assert advise._key(row) in advise.KNOWN["launches"]
     assert all(re.fullmatch(r"[a-z0-9-]+(\+int[48])?", key) for key in advise.KNOWN["launches"])
 
 

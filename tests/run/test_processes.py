@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import errors, files
+from harness import errors
 from harness.errors import BugError, UserError
 from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
@@ -109,22 +109,6 @@ def test_processes_on_one_grid_end_with_the_tables_of_one(runs, configs):
         each.join()
     assert Counter(config.method_name for config in runs.configs) == Counter(METHODS), "each run once"
     assert [sorted(paths) for paths in found] == 3 * [sorted(alone)] and tables() == expected
-
-
-def test_what_is_derived_is_derived_again_when_its_source_changed_meanwhile(tmp_path):
-    """Two processes that end together: the one that writes the table last has read the other's record."""
-    files.write_atomic(tmp_path / "a" / "record.json", "1")
-    others = iter(["2", "3"])
-    seen = []
-
-    def derive():
-        seen.append(sorted(path.read_text() for path in tmp_path.glob("*/record.json")))
-        if other := next(others, None):
-            files.write_atomic(tmp_path / ("b" if other == "2" else "a") / "record.json", other)
-        return seen[-1]
-
-    assert files.until_settled(tmp_path, "*/record.json", derive) == ["2", "3"]
-    assert seen == [["1"], ["1", "2"], ["2", "3"]]
 
 
 def test_a_file_system_without_locks_is_named(runs, configs, monkeypatch, caplog):

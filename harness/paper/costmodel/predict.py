@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from harness.paper.costmodel.schemes import (
     Platform,
     Scheme,
 )
-from harness.results.columns import TableRow
 from harness.results.step_stats import times_of
 
 # The run: a machine, a system, a model and its sizes
@@ -123,7 +122,7 @@ class BlockTimes(NamedTuple):
         return self.prediction + self.attention + self.ffn + self.other
 
 
-def predict(case: Case) -> TableRow:
+def predict(case: Case) -> dict[str, Any]:
     """Seconds and bytes of `case`, a row of the latency table: prefill, then gen_len - 1 decode
     steps, one walk each.
 

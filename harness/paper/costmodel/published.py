@@ -8,16 +8,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from harness.files import write_atomic
 from harness.model.shape import load_shape
 from harness.paper.costmodel.predict import Case, predict
 from harness.paper.costmodel.schemes import FITTED, Efficiency, load_platform
-from harness.results.columns import LATENCY, TableRow, published_rows, render_csv
+from harness.results.columns import PUBLISHED_CSV, csv_of
 from harness.results.metrics import SEGMENTS
 from harness.results.pages import render_modelled
 
@@ -100,9 +101,11 @@ class Comparison(NamedTuple):
         return (self.figure, self.series, self.metric) not in REPEATED
 
 
-def figure_rows(figure: str) -> list[TableRow]:
-    """The rows of a figure's latency table, modelled on the paper's machine."""
-    return [_predict(bar, FITTED) | {"experiment": figure} for bar in FIGURES[figure]]
+def figure_rows(figure: str) -> pd.DataFrame:
+    """The latency table of a figure, modelled on the paper's machine."""
+    return pd.DataFrame([_predict(bar, FITTED) for bar in FIGURES[figure]]).assign(
+        experiment=figure
+    )
 
 
 def write_tables(results_dir: str | Path) -> list[Path]:
@@ -111,9 +114,10 @@ def write_tables(results_dir: str | Path) -> list[Path]:
     """
     paths = []
     for figure in FIGURES:
-        rows = figure_rows(figure)
+        table = figure_rows(figure)
         paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
-        write_atomic(paths[-1], render_csv(LATENCY, rows))
+        write_atomic(paths[-1], csv_of(table, "latency"))
+        rows = table.astype(object).where(table.notna(), None).to_dict("records")
         write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, rows))
     return paths
 
@@ -123,11 +127,12 @@ def calibrate(
 ) -> list[Comparison]:
     """Every published number of `figures` that the cost model predicts, in the order of the
     file."""
+    numbers = pd.read_csv(PUBLISHED_CSV, dtype=str, keep_default_na=False)
     compared = []
-    for row in (row for row in published_rows() if row["figure"] in figures):
+    for _, row in numbers[numbers.figure.isin(figures)].iterrows():
         predicted = quantity(row, lambda bar: _predict(bar, efficiency))
         if predicted is not None:
-            names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
+            names = row[["figure", "series", "x", "metric", "unit"]]
             compared.append(Comparison(*names, float(row["value"]), predicted))
     return compared
 
@@ -150,7 +155,9 @@ def render(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def quantity(row: Mapping[str, str], timed: Callable[[PaperBar], TableRow]) -> float | None:
+def quantity(
+    row: Mapping[str, str] | pd.Series, timed: Callable[[PaperBar], Mapping[str, Any]]
+) -> float | None:
     """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit;
     None if the row is not about time.
 
@@ -163,7 +170,7 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperBar], TableRow]) -> f
         figure, int(row["x"]) if row["x_name"] == "batch_size" else 8
     )
 
-    def run(label: str, batch: int = batch_size) -> TableRow:
+    def run(label: str, batch: int = batch_size) -> Mapping[str, Any]:
         return timed(PaperBar(label, row["model"], batch, total_len))
 
     def block_s(label: str) -> float:
@@ -189,7 +196,7 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperBar], TableRow]) -> f
 
 
 @cache
-def _predict(bar: PaperBar, efficiency: Efficiency) -> TableRow:
+def _predict(bar: PaperBar, efficiency: Efficiency) -> dict[str, Any]:
     sizes = {
         "batch_size": bar.batch_size,
         "prompt_len": bar.total_len - GEN_LEN,
