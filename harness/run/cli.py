@@ -2,7 +2,8 @@
 
 Exit codes: 0; 2 for what a user can put right; 1 for a bug of ours; 75 for a sweep that put runs
 off, since their minutes were spent (the same command goes on); 130 after Ctrl-C, 143 after SIGTERM,
-which ends a run in the same way. HYDRA_FULL_ERROR=1 shows tracebacks.
+which ends a run in the same way; 141 where the reader of the output has left (`| head`).
+HYDRA_FULL_ERROR=1 shows tracebacks.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from harness.run.parse import parse
 from harness.run.words import Values, values_of
 from harness.settings import schema
 from harness.settings.config import RunConfig
-from harness.settings.own_method import is_own as is_own_method
+from harness.settings.own_method import is_own
 from harness.settings.schema import options
 
 GROUPS = ("model", "data", "corpus", "platform", "experiment", "system")
@@ -55,24 +55,24 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
     no value is looked at."""
     values = values_of(given)
     own = _own_experiment(values.get("experiment"))
-    files = {name: values[name] for name in GROUPS if name in values}
-    for name, choice in files.items():
-        _require_choice(name, choice, own)
-    shipped = {name: file for name, file in files.items() if file is not None}
+    chosen = []
+    for name in GROUPS:
+        if name not in values or own is not None and name == "experiment":
+            continue
+        _require_choice(name, values[name])
+        if values[name] is not None:
+            chosen.append(f"{name}={values[name]}")
     if own is not None:
-        del shipped["experiment"]
-    chosen = tuple(f"{name}={file}" for name, file in shipped.items())
-    if own is not None:
-        chosen = ("~experiment", *chosen)
+        chosen.append("~experiment")
     has_sweep = values.get("sweep", {}) is not None
-    config = pickle.loads(_composed(schema.CONF_DIR, _last_change(), chosen, has_sweep))
+    config = pickle.loads(_composed(schema.CONF_DIR, _last_change(), tuple(chosen), has_sweep))
     if own is not None:
-        config = _with_experiment(config, own, files.get("system"))
+        config = _with_experiment(config, own, values.get("system"))
     for name, value in values.items():
         if name == "method":
-            _require_choice(name, value, None)
+            _require_choice(name, value)
             name = "method.name"
-        if name not in files:
+        if name not in GROUPS:
             of_task = value if name == "metadata" and isinstance(value, Mapping) else ()
             for setting in (name, *(f"{name}.{key}" for key in of_task)):
                 _require_known(config, setting)
@@ -139,14 +139,13 @@ def _with_experiment(config: DictConfig, file: Path, system: str | None) -> Dict
         raise UserError(f"experiment={file}: cannot be read ({one_line(error)})") from error
 
 
-def _require_choice(name: str, choice: Any, own: Path | None) -> None:
-    """Raise UserError for a choice that is none of a group."""
+def _require_choice(name: str, choice: Any) -> None:
+    """Raise UserError for a choice that is none of a group; a method may be the user's own."""
     if name == "system" and choice is None:
         return
     if not isinstance(choice, str):
         raise UserError(f"{name}={choice}: must be one name; {nearest('', options(name))}")
-    is_own = is_own_method(choice) if name == "method" else own is not None
-    if choice in options(name) or is_own and name in ("method", "experiment"):
+    if choice in options(name) or name == "method" and is_own(choice):
         return
     if name == "model" and "/" in choice:
         source = hints.source_of_model(choice)
@@ -165,11 +164,10 @@ def _require_known(config: DictConfig, name: str) -> None:
     node: Any = config
     for part in name.split("."):
         if not isinstance(node, DictConfig) or part not in node:
-            known = [str(key) for key in node if key != "hydra"] if OmegaConf.is_dict(node) else []
+            known = list(map(str, node)) if isinstance(node, DictConfig) else []
             hint = hints.meant(name)
-            raise UserError(
-                f"unknown setting {name}: {f'type {hint}' if hint else nearest(part, known)}"
-            )
+            instead = f"type {hint}" if hint else nearest(part, known)
+            raise UserError(f"unknown setting {name}: {instead}")
         node = node[part] if not OmegaConf.is_interpolation(node, part) else None
 
 
