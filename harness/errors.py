@@ -9,6 +9,7 @@ that a command is covered from its first moment on.
 import difflib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import signal
 import sys
@@ -25,6 +26,10 @@ A_BUG = " (a bug)"
 BUG, USERS, UNFINISHED = 1, 2, 75
 """Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to
 try again."""
+TRACEBACKS = "HYDRA_FULL_ERROR"
+"""The variable of the environment that shows them."""
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""Exit code of a command whose reader has left, as a shell has it."""
 INTERRUPTED = "interrupted; the same command repeats only what is not finished"
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
@@ -217,7 +222,13 @@ def interruptible(command: Callable[[], int]) -> int:
 
     signal.signal(signal.SIGTERM, terminate)
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of the output has left, as `| head` does
+        # What Python flushes at its end goes nowhere, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except KeyboardInterrupt as stop:
         print(INTERRUPTED, file=sys.stderr)
         return code_of_stop(stop)

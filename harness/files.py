@@ -60,19 +60,11 @@ class HeldError(Exception):
     """Another process holds the lock."""
 
 
-def expanded(path: str, where: str) -> Path:
-    """A path with its `~` expanded. Raises UserError for a home folder that does not exist; where:
-    the setting that is named then."""
-    home, *below = Path(path).parts or ("",)
-    if not home.startswith("~"):
-        return Path(path)
-    try:
-        folder = Path(home).expanduser()
-    except RuntimeError:
-        folder = None
-    if folder is None or not folder.is_dir():  # of some users of a system, such as nobody
-        raise UserError(f"{where}={path}: there is no such home folder")
-    return folder.joinpath(*below)
+def home_expanded(path: str) -> Path:
+    """A path with its `~` expanded. Raises ValueError for a home folder that does not exist."""
+    if path.startswith("~") and not os.path.isdir(os.path.expanduser(Path(path).parts[0])):
+        raise ValueError("there is no such home folder")
+    return Path(os.path.expanduser(path))
 
 
 def cache_dir() -> Path:
@@ -84,7 +76,10 @@ def cache_dir() -> Path:
     for name, within in (("KV_HARNESS_CACHE", ""), ("XDG_CACHE_HOME", "kv-harness")):
         chosen = os.environ.get(name)
         if chosen:
-            return expanded(chosen, name) / within
+            try:
+                return home_expanded(chosen) / within
+            except ValueError as error:
+                raise UserError(f"{name}={chosen}: {error}") from error
     return Path("~/.cache").expanduser() / "kv-harness"
 
 

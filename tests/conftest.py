@@ -140,13 +140,11 @@ def runs(monkeypatch, tmp_path):
 @pytest.fixture
 def small(monkeypatch) -> None:
     """`experiment=accuracy` cut down to three runs; composing all of them takes seconds."""
-    from omegaconf import OmegaConf
-
     from harness.run.sweep import read_plan
 
     entries = [{"method": ["full", "h2o", "int4"], "experiment": "fig12"}]
-    node = OmegaConf.create({"settings": {"num_windows": 2}, "runs": entries})
-    monkeypatch.setattr("harness.run.cli.read_plan", lambda _, overrides: read_plan(node, overrides))
+    sweep = {"settings": {"num_windows": 2}, "runs": entries}
+    monkeypatch.setattr("harness.run.jobs.read_plan", lambda given: read_plan({"sweep": sweep}))
 
 
 @pytest.fixture

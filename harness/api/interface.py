@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.data.text import prompt_ids
-from harness.errors import UserError, nearest, printable, reason
+from harness.errors import UserError, nearest, printable
 from harness.files import stated_memory
 from harness.model.attach import digest_of
 from harness.model.load import LoadedModel, from_memory
@@ -35,9 +35,7 @@ from harness.results.columns import are_parts
 from harness.results.record import read_record
 from harness.results.samples import full_runs
 from harness.results.table_rows import frames_of
-from harness.run.cli import OF_HYDRA, in_words
 from harness.run.compose import load as load_settings
-from harness.run.compose import override
 from harness.run.hints import source_of_model
 from harness.run.runner import Run, report, require_devices, users_faults
 from harness.run.runner import run as start
@@ -181,20 +179,13 @@ class Model:
         _refuse_given(settings, _of_model(settings), why)
         given = self.settings | settings | {"budget": budget}
         _refuse_given(given, OF_A_COMMAND, "is for the command line alone")
-        words = [override(name, value) for name, value in given.items() if value is not None]
+        given = {name: value for name, value in given.items() if value is not None}
         loaded = self.resources.loaded
         if loaded is not None:
             device: Any = loaded.model.device.type
             dtype: Any = str(loaded.model.dtype).removeprefix("torch.")
-            words = [f"platform={device}", *words]
-        try:
-            config = load_settings(words)
-        except OF_HYDRA as error:
-            raise UserError(in_words(error)) from error
-        except UserError:
-            raise
-        except (TypeError, ValueError) as error:  # for a value that no choice of a file can have
-            raise UserError(f"{' '.join(words)}: Hydra refuses it ({reason(error)})") from error
+            given = {"platform": device, **given}
+        config = load_settings(given)
         if loaded is None:
             return config
         return replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))

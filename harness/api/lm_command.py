@@ -19,7 +19,6 @@ from typing import Any
 
 import lm_eval.models  # noqa: F401 - fills the registry, which knows its names alone before
 import torch
-from hydra.errors import HydraException
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import model_registry
 from lm_eval.utils import simple_parse_args_string
@@ -30,6 +29,7 @@ from harness.api.method_lm import MethodLM
 from harness.data.task_plan import COMPLAINTS
 from harness.errors import (
     BUG,
+    TRACEBACKS,
     USERS,
     UserError,
     code_of_stop,
@@ -39,9 +39,7 @@ from harness.errors import (
     one_line,
     reason,
 )
-from harness.run.cli import TRACEBACKS
-from harness.run.compose import read_override
-from harness.run.words import FREE_TEXT
+from harness.run.words import FREE_TEXT, read
 from harness.settings.paths import HARNESS, PACKAGES_DIR, PROGRAM
 
 NAME = "kv"
@@ -154,10 +152,9 @@ def _as_on_a_command_line(name: str, value: Any) -> Any:
     if not isinstance(value, str) or name in FREE_TEXT:
         return value
     try:
-        found = read_override(f"{name}={value}")
-    except HydraException:
+        return read(f"{name}={value}")[1]
+    except UserError:
         return value
-    return value if found.is_sweep_override() else found.value()
 
 
 def main(argv: Sequence[str]) -> int:

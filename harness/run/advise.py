@@ -30,9 +30,9 @@ from harness.results.columns import read_frame
 from harness.results.metrics import BUDGET, LABEL, MISSING, RATIO
 from harness.results.sheet import Sheet, sheet_of, terminal
 from harness.run.compose import load
-from harness.run.parse import method_file
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
+from harness.settings.own_method import shipped
 from harness.settings.paths import COMMAND, CONF_DIR, SHIPPED
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def board_rows(context: int) -> pd.DataFrame:
     formats = []
     for name in KNOWN["codecs"]:
         if name not in set(rows["method"]):
-            file = method_file(name)
+            _, file = shipped(name)
             row = {"label": file["title"], "method": name, "codec": file["codec"]}
             formats.append(row | {"family": "codes", "dense_numbers": ""})
     return pd.concat([rows, pd.DataFrame(formats)], ignore_index=True)
@@ -320,7 +320,7 @@ def group_size() -> int:
 
 
 def _has_added_codec(row: pd.Series) -> bool:
-    return bool(row["codec"]) and "codec" not in method_file(row["method"])
+    return bool(row["codec"]) and "codec" not in shipped(row["method"])[1]
 
 
 def _key(row: pd.Series) -> str:

@@ -1,32 +1,38 @@
-"""From the words of a command line to settings: Hydra composes `conf/`, `parse` checks and freezes.
+"""From settings to a run: Hydra composes `conf/`, the given values go in, `parse` checks.
 
 config = load(["method=h2o", "method.heavy_frac=0.05", "experiment=tasks"])
+config = load({"method": "h2o", "method.heavy_frac": 0.05, "experiment": "tasks"})
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from functools import cache
-from numbers import Number
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from harness.errors import UserError, printable
-from harness.run.parse import method_file, parse
-from harness.settings import own_method, schema
+from harness.errors import UserError, nearest, one_line
+from harness.run import hints
+from harness.run.parse import parse
+from harness.run.words import Values, values_of
+from harness.settings import schema
 from harness.settings.config import RunConfig
-from harness.settings.explain import method_help, run_help
-from harness.settings.paths import PROGRAM
-from harness.settings.schema import is_group, literal, options, path_text
+from harness.settings.own_method import is_own
+from harness.settings.schema import options
+
+GROUPS = ("model", "data", "corpus", "platform", "experiment", "system")
+"""Settings that choose a file of `conf/`. `method` names one too, or a file of the user's, which
+`parse` reads."""
+OF_CLASSES = ("method", "codec_settings")
+"""Groups whose settings are the fields of the chosen class."""
 
 
 def choices(group: str, *without: str) -> list[str]:
@@ -35,139 +41,142 @@ def choices(group: str, *without: str) -> list[str]:
 
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
-OmegaConf.register_new_resolver("method_help", method_help, replace=True)
-OmegaConf.register_new_resolver("run_help", lambda *, _root_: run_help(_root_), replace=True)
-OmegaConf.register_new_resolver("program", lambda: PROGRAM, replace=True)
-OmegaConf.register_new_resolver(
-    "results_dir", lambda given: path_text(given, "results_dir"), replace=True
-)
 
 
-@cache
-def read_override(text: str) -> Override:
-    """A word of a command line, as Hydra reads it. Raises HydraException where it cannot."""
-    return OverridesParser.create().parse_override(text)
+def load(given: Iterable[str] | Values = ()) -> RunConfig:
+    """The checked settings of one run. given: words of a command line, or values by name. Raises
+    UserError for what is wrong."""
+    values = values_of(given) | {"sweep": None}
+    return parse(resolved(compose(values)), values)
 
 
-def override(name: str, value: Any) -> str:
-    """`name=value` as Hydra reads it on a command line. Text is text: `${` in it is no other
-    setting. Raises UserError for a value that no setting can have."""
-    return as_sweep(name, [value])
-
-
-def as_sweep(name: str, values: Sequence[Any]) -> str:
-    """`name=value,value` as `override` writes one."""
-    try:
-        word = f"{name}={','.join(map(_as_word, values))}"
-        word.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(f"{printable(name)}: is not UTF-8 text") from None
-    except RecursionError:
-        raise UserError(f"{name}: contains itself, or is nested too deeply") from None
-    except TypeError as error:
-        raise UserError(
-            f"{name}: {error}; must be a number, text, a path, a list or a mapping of these"
-        ) from None
-    return word
-
-
-def _as_word(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_as_word, value))}]"
-    if isinstance(value, Mapping):
-        items = [f"{key}:{_as_word(item)}" for key, item in value.items()]
-        return f"{{{','.join(items)}}}"
-    if isinstance(value, str | Path):  # quoted, as it may hold what Hydra reads as syntax
-        return QuotedString(literal(str(value)), Quote.single).with_quotes()
-    if isinstance(value, Number) and not isinstance(value, complex):
-        return str(value)
-    raise TypeError(f"is of type {type(value).__name__}")
-
-
-def compose(overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose `conf/config.yaml` with Hydra's override syntax. Checks no more than Hydra does."""
-    if GlobalHydra.instance().is_initialized():  # inside hydra.main
-        return hydra.compose("config", list(overrides))
-    with hydra.initialize_config_dir(str(schema.CONF_DIR), version_base="1.3"):
-        return hydra.compose("config", list(overrides))
-
-
-def composed(overrides: Sequence[str] = ()) -> DictConfig:
-    """The same as `compose(overrides)`, for the runs of a sweep and the calls of Python many times
-    as fast.
-
-    Hydra composes each choice of files once a process, without the method's, and again where a
-    file has changed. The method's file and the values then go into a copy. Whatever is not that
-    plain, such as an experiment with settings of a method, or is refused, Hydra composes itself.
-    """
-    try:
-        given = [read_override(word) for word in overrides]
-        if all(map(_is_plain, given)):
-            return _composed_plain(given)
-    except (HydraException, OmegaConfBaseException, OSError):
-        pass  # `compose` refuses it in Hydra's words
-    return compose(overrides)
-
-
-# Some without their sweep, which may be most of them; pickled, as deepcopy is seven times slower.
-_Key = tuple[Path, int, tuple[str, ...], bool]
-_bases: dict[_Key, bytes] = {}
-_sets_method: dict[_Key, bool] = {}
-"""Whether the chosen files set something of the method, whichever it is."""
-
-
-def _composed_plain(given: Sequence[Override]) -> DictConfig:
-    files: dict[str, Override] = {}
-    values: list[Override] = []
-    for override in given:
-        if is_group(override.key_or_group):
-            files[override.key_or_group] = override
-        else:
-            values.append(override)
-    method = files.pop("method", None)
-    chosen = tuple(str(override.input_line) for override in files.values())
-    has_sweep = not any(value.input_line == "sweep=null" for value in values)
-    last_change = max(file.stat().st_mtime_ns for file in schema.CONF_DIR.rglob("*.yaml"))
-    key = (schema.CONF_DIR, last_change, chosen, has_sweep)
-    if key not in _bases:
-        base = compose(chosen)
-        if not has_sweep:
-            base.sweep = None
-        _bases[key] = pickle.dumps(base)
-    config = pickle.loads(_bases[key])
-    if method is not None:
-        if key not in _sets_method:
-            _sets_method[key] = _differs_from_file(config, chosen)
-        if _sets_method[key]:
-            return compose([str(override.input_line) for override in given])
-        config.method = method_file(method.value())
-    for override in values:
-        OmegaConf.update(config, override.key_or_group, override.value())
+def compose(given: Iterable[str] | Values = ()) -> DictConfig:
+    """`conf/` with the given choices and values. Raises UserError for an unknown choice or setting;
+    no value is looked at."""
+    values = values_of(given)
+    own = _own_experiment(values.get("experiment"))
+    chosen = []
+    for name in GROUPS:
+        if name not in values or own is not None and name == "experiment":
+            continue
+        _require_choice(name, values[name])
+        if values[name] is not None:
+            chosen.append(f"{name}={values[name]}")
+    if own is not None:
+        chosen.append("~experiment")
+    has_sweep = values.get("sweep", {}) is not None
+    config = pickle.loads(_composed(schema.CONF_DIR, _last_change(), tuple(chosen), has_sweep))
+    if own is not None:
+        config = _with_experiment(config, own, values.get("system"))
+    for name, value in values.items():
+        if name == "method":
+            _require_choice(name, value)
+            name = "method.name"
+        if name not in GROUPS:
+            of_task = value if name == "metadata" and isinstance(value, Mapping) else ()
+            for setting in (name, *(f"{name}.{key}" for key in of_task)):
+                _require_known(config, setting)
+            OmegaConf.update(config, name.lstrip("+"), _literal(value), force_add=True)
     return config
 
 
-def _differs_from_file(base: DictConfig, chosen: Sequence[str]) -> bool:
-    """Whether what was composed has other settings of a method than the method's own file. It is
-    asked of two methods, as a setting may be as in the file of one."""
-    other = next(name for name in options("method") if name != base.method.name)
-    methods = [base.method, compose([*chosen, f"method={other}"]).method]
-    return any(method != method_file(method.name) for method in methods)
+@cache
+def _composed(conf: Path, change: int, chosen: tuple[str, ...], has_sweep: bool) -> bytes:
+    """What Hydra composes of a choice of files, pickled, which is copied seven times as fast: once
+    a process, and again where a file has changed. Without its sweep, which may be most of it."""
+    if GlobalHydra.instance().is_initialized():  # in a job of a launcher
+        config = hydra.compose("config", list(chosen))
+    else:
+        with hydra.initialize_config_dir(str(conf), version_base="1.3"):
+            config = hydra.compose("config", list(chosen))
+    OmegaConf.set_struct(config, False)
+    if not has_sweep:
+        config.sweep = None
+    return pickle.dumps(config)
 
 
-def _is_plain(given: Override) -> bool:
-    """True if it chooses one file of `conf/` or sets one value, not of Hydra's own settings."""
-    name = given.key_or_group
-    if name.startswith(("hydra.", "hydra/")) or given.is_sweep_override():
-        return False
-    if name == "method" and own_method.is_own(str(given.value())):
-        return False
-    return given.type == OverrideType.CHANGE and given.package is None
+def _last_change() -> int:
+    return max(file.stat().st_mtime_ns for file in schema.CONF_DIR.rglob("*.yaml"))
 
 
-def load(overrides: Sequence[str] = ()) -> RunConfig:
-    """The checked settings behind a command line."""
-    return parse(composed(overrides), overrides)
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """A composed configuration as plain values."""
+    try:
+        return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        cause = error.__context__ if isinstance(error.__context__, UserError) else error
+        raise UserError(one_line(cause)) from error
+
+
+def _own_experiment(choice: Any) -> Path | None:
+    """The file that `experiment=DIR/mine.yaml` names; None for one of `conf/`."""
+    if not isinstance(choice, str) or not choice.endswith(".yaml"):
+        return None
+    file = Path(choice).expanduser()
+    if not file.is_file():
+        missing = f"there is no file {choice}"
+        near = nearest(choice, options("experiment"))
+        raise UserError(f"experiment={choice}: {missing}; {near}")
+    return file
+
+
+def _with_experiment(config: DictConfig, file: Path, system: str | None) -> DictConfig:
+    """A configuration with the experiment of a file of the user's in place of one of `conf/`."""
+    try:
+        own = OmegaConf.load(file)
+        if not isinstance(own, DictConfig):
+            raise UserError(f"experiment={file}: must be settings, such as kind: perplexity")
+        known = [*map(str, config), "experiment", "kind"]
+        for name in map(str, own):
+            if name not in known:
+                unknown = f"unknown setting {name}: {nearest(name, known)}"
+                raise UserError(f"experiment={file}: {unknown}")
+        files: list[Any] = [own]
+        if system is not None:
+            files.append(OmegaConf.load(schema.CONF_DIR / "system" / f"{system}.yaml"))
+        return OmegaConf.merge(config, *files)  # type: ignore[return-value]
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"experiment={file}: cannot be read ({one_line(error)})") from error
+
+
+def _require_choice(name: str, choice: Any) -> None:
+    """Raise UserError for a choice that is none of a group; a method may be the user's own."""
+    if name == "system" and choice is None:
+        return
+    if not isinstance(choice, str):
+        raise UserError(f"{name}={choice}: must be one name; {nearest('', options(name))}")
+    if choice in options(name) or name == "method" and is_own(choice):
+        return
+    if name == "model" and "/" in choice:
+        source = hints.source_of_model(choice)
+        missing = "" if source else ", and there is no such folder or file"
+        instead = "=".join(source or ("model.path", "DIR"))
+        raise UserError(f"model={choice}: chooses a file of conf/model{missing}; type {instead}")
+    raise UserError(f"{name}={choice}: {nearest(choice, options(name))}")
+
+
+def _require_known(config: DictConfig, name: str) -> None:
+    """Raise UserError for a setting that the composed files do not have, unless a `+` before it
+    says that it is new. Names of a class's fields are checked with their values."""
+    group, *_ = name.lstrip("+").split(".")
+    if name.startswith("+") or group in OF_CLASSES:
+        return
+    node: Any = config
+    for part in name.split("."):
+        if not isinstance(node, DictConfig) or part not in node:
+            known = list(map(str, node)) if isinstance(node, DictConfig) else []
+            hint = hints.meant(name)
+            instead = f"type {hint}" if hint else nearest(part, known)
+            raise UserError(f"unknown setting {name}: {instead}")
+        node = node[part] if not OmegaConf.is_interpolation(node, part) else None
+
+
+def _literal(value: Any) -> Any:
+    """A value whose texts OmegaConf takes as they are: `${` in them is no other setting."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _literal(item) for name, item in value.items()}
+    return value

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from harness.settings.paths import CONF_DIR
-from harness.settings.schema import is_group, options
+from harness.settings.schema import options
 from harness.settings.task_config import TASKS
 
 MAX_HUB_ID = 96
@@ -67,15 +67,14 @@ def settings_with(value: str) -> list[str]:
     return found if source is None else ["=".join(source)]
 
 
-def without_equals(argv: Sequence[str], number: int, free_text: Sequence[str]) -> str | None:
-    """What to type in place of the word `number` of a command, which sets nothing; None where it
-    may be a flag of Hydra's."""
+def instead_of(argv: Sequence[str], number: int, free_text: Collection[str]) -> str:
+    """What to type in place of the word `number` of a command, which sets nothing."""
     word, before = argv[number], argv[:number]
     flag = re.fullmatch(r"--?([a-z][\w.-]*)(?:=(.*))?", word, re.DOTALL)
     if flag is not None:
         name, value = flag[1].replace("-", "_"), flag[2]
-        if not is_group(name) and name not in _at_top():
-            return meant(name) or None
+        if name not in _at_top():
+            return meant(name) or "NAME=VALUE, -m, --cfg job or --help"
         return shlex.quote(f"{name}={value or next(iter(argv[number + 1 :]), 'VALUE')}")
     last = next((at for at in reversed(range(number)) if "=" in before[at]), None)
     if last is not None and before[last].partition("=")[0] in free_text:
@@ -85,6 +84,7 @@ def without_equals(argv: Sequence[str], number: int, free_text: Sequence[str]) -
 
 
 def _at_top() -> set[str]:
-    """The settings at the top of `conf/config.yaml`."""
+    """The settings at the top of `conf/config.yaml`, and the groups."""
     text = (CONF_DIR / "config.yaml").read_text(encoding="utf-8")
-    return set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
+    groups = {path.name for path in CONF_DIR.iterdir() if path.is_dir()}
+    return groups | set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from harness.data.text import named_text
 from harness.errors import UserError
@@ -18,28 +18,13 @@ from harness.model.load import LoadedModel, max_length_of, model_config, tokeniz
 from harness.model.resources import Resources
 from harness.results import inputs
 from harness.scoring.progress import say
-from harness.settings.config import RunConfig, Statistic
+from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome, find
-from harness.settings.systems import check_live
 from harness.settings.task_config import OFFLINE_TASKS, TASKS
 
 
 def _texts(config: RunConfig) -> dict[str, str]:
     return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
-
-
-def _refuse(config: RunConfig, where: str, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None:
-            raise UserError(f"{name}={value}: plays no part in {where}; leave it out")
-
-
-def _check_one_answer(config: RunConfig) -> None:
-    config.sampling.rule()
-    if config.sampling.repeats > 1:
-        one_text = f"kind={config.kind} writes one text a prompt; leave it out"
-        raise UserError(f"repeats={config.sampling.repeats}: {one_text}")
 
 
 def _check_managed(config: RunConfig) -> None:
@@ -90,7 +75,7 @@ class Measurement:
     sequence_settings: ClassVar[tuple[str, ...]] = ()
 
     def check(self, config: RunConfig) -> None:
-        """Raise UserError for settings that make no sense in this kind of run."""
+        """Raise UserError for what `harness.settings.rules` cannot see: tasks, and memory."""
 
     def needs_weights(self, config: RunConfig) -> bool:
         """Whether a model is loaded; without, its shape is all that is looked at."""
@@ -127,15 +112,6 @@ class Perplexity(Measurement):
 
     memory_settings = ("seq_len", "num_windows")
     sequence_settings = ("seq_len",)
-
-    def check(self, config: RunConfig) -> None:
-        needed = max(1, config.prefill_len) + 2
-        if config.seq_len < needed:
-            lengths = f"prefill_len={config.prefill_len}, seq_len={config.seq_len}"
-            why = "so that a decode row predicts a token of the window"
-            raise UserError(f"{lengths}: seq_len must be at least {needed}, {why}")
-        if config.prefill_len < 1 and not config.method.reads_all:
-            raise UserError("prefill_len=0: must be at least 1 under a method")
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
         return _texts(config)
@@ -186,15 +162,6 @@ class Tasks(Measurement):
 class Turns(Tasks):
     """`kind=turns`: several questions to one cache, known and unknown when it was reduced."""
 
-    def check(self, config: RunConfig) -> None:
-        if config.prefill != "auto":
-            both = "kind=turns asks each question both ways; leave it out"
-            raise UserError(f"prefill={config.prefill}: {both}")
-        if config.task.too_long == "truncate":
-            cuts = "kind=turns would cut a context differently for each question"
-            raise UserError(f"too_long=truncate: {cuts}")
-        super().check(config)
-
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.scoring.evaluation import run_turns
 
@@ -206,14 +173,6 @@ class LongDecode(Measurement):
 
     memory_settings = ("max_new_tokens", "prefill_len")
     sequence_settings = ("prefill_len", "max_new_tokens")
-
-    def check(self, config: RunConfig) -> None:
-        # The dense pass of a prompt gives the first token; a method decodes from the second on.
-        for name, lowest in (("prefill_len", 1), ("max_new_tokens", 2)):
-            value = getattr(config, name)
-            if value is None or value < lowest:
-                raise UserError(f"{name}={value}: must be at least {lowest} in kind=long_decode")
-        _check_one_answer(config)
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
         return _texts(config)
@@ -231,7 +190,6 @@ class Latency(Measurement):
     sequence_settings = ("latency.prompt_len", "latency.gen_len")
 
     def check(self, config: RunConfig) -> None:
-        check_live(config)
         if config.placement == "managed":
             _check_managed(config)
 
@@ -261,44 +219,6 @@ class Capacity(Measurement):
 
     memory_settings = ("latency.prompt_len", "capacity.max_batch")
     sequence_settings = ("latency.prompt_len", "latency.gen_len")
-
-    def check(self, config: RunConfig) -> None:
-        platform, method = config.platform, config.method
-        check_live(config)
-        if config.placement not in ("device", "host"):
-            allowed = "allowed in kind=capacity: device, host"
-            raise UserError(f"placement={config.placement}: {allowed}")
-        from methods.extras import NeedsInputs, RereadsPrompt  # loads torch
-
-        unsized = {
-            NeedsInputs: "needs the inputs of the layers, for which each prompt runs in one pass",
-            RereadsPrompt: "reads each prompt again and holds the states of all layers meanwhile",
-        }
-        for prompts, why in unsized.items():
-            if isinstance(method, prompts):
-                name = f"method={config.method_name}"
-                raise UserError(f"{name}: {why}; kind=capacity does not size it")
-        if not (platform.overlap and platform.pinned):
-            hides = "kind=capacity is about transfers beside the computation, of pinned memory"
-            raise UserError(f"platform.overlap=false or platform.pinned=false: {hides}")
-        if config.model.device == "map":
-            one = "kind=capacity is about one device; allowed: auto, cpu, cuda"
-            raise UserError(f"model.device=map: {one}")
-        if platform.weights_on_device < 1:
-            share = f"platform.weights_on_device={platform.weights_on_device}"
-            raise UserError(f"{share}: kind=capacity has all weights on the device; leave it out")
-        if platform.name == "cpu" and platform.device_gib is None:
-            needed = "kind=capacity needs the memory of the emulated device, in GiB"
-            raise UserError(f"platform.device_gib=null: {needed}")
-        has_hits = config.capacity.hit_frac is not None
-        needs_hits = platform.sheet is not None and config.gpu_cache > 0
-        if needs_hits and not has_hits:
-            unknown = "on a modelled machine nobody knows which rows are asked for again"
-            give = "give the share that was measured (`found on device`), from 0 to below 1"
-            raise UserError(f"capacity.hit_frac=null: {unknown}; {give}")
-        if has_hits and not needs_hits:
-            no_rows = "is for gpu_cache on a modelled machine; leave it null"
-            raise UserError(f"capacity.hit_frac={config.capacity.hit_frac:g}: {no_rows}")
 
     def needs_weights(self, config: RunConfig) -> bool:
         return config.platform.sheet is None
@@ -330,12 +250,6 @@ class Generate(Measurement):
 
     memory_settings = ("max_new_tokens",)
 
-    def check(self, config: RunConfig) -> None:
-        check_live(config)
-        if not config.prompt:
-            raise UserError("prompt=null: experiment=generate needs a text to go on from")
-        _check_one_answer(config)
-
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.speed.generate import run_generate
 
@@ -350,12 +264,6 @@ class Advise(Measurement):
     """`kind=advise`: which method, for a machine, a model and its users; see
     `harness.run.answers`."""
 
-    def check(self, config: RunConfig) -> None:
-        if config.platform.sheet is None:
-            modelled = "kind=advise needs a modelled machine of conf/platform"
-            raise UserError(f"platform={config.platform.name}: {modelled}")
-        _refuse(config, "kind=advise", "codec", "budget")
-
     def needs_weights(self, config: RunConfig) -> bool:
         return False
 
@@ -363,9 +271,6 @@ class Advise(Measurement):
 class Contract(Measurement):
     """`kind=contract`: whether a method, or a codec, keeps what every one must; see
     `harness.checks.contract`."""
-
-    def check(self, config: RunConfig) -> None:
-        _refuse(config, "experiment=contract", "budget")
 
     def needs_weights(self, config: RunConfig) -> bool:
         return False
@@ -381,9 +286,6 @@ class Trust(Measurement):
     """`kind=trust`: checks of what users of such comparisons found wrong elsewhere.
     `harness.run.answers` makes them."""
 
-    def check(self, config: RunConfig) -> None:
-        _refuse(config, "kind=trust", "codec", "budget")
-
 
 class Analysis(Measurement):
     """`kind=analysis`: statistics of one dense pass over a text, or of a shape (Figs 2, 4, 5, 7,
@@ -391,22 +293,6 @@ class Analysis(Measurement):
 
     memory_settings = ("analysis.num_tokens",)
     sequence_settings = ("analysis.num_tokens",)
-
-    def check(self, config: RunConfig) -> None:
-        statistic = config.analysis.statistic
-        if statistic is None:
-            allowed = ", ".join(get_args(Statistic))
-            raise UserError(f"analysis.statistic=null: kind=analysis needs one of {allowed}")
-        if config.model.device == "map":
-            one = "kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
-            raise UserError(f"model.device=map: {one}")
-        _refuse(config, "kind=analysis", "codec", "budget")
-        if config.corpus.spread:
-            one_part = "kind=analysis reads one part of the text; leave it out"
-            raise UserError(f"corpus.spread=true: {one_part}")
-        if statistic == "similarity" and (config.method.reads_all or config.method.when != "kept"):
-            compares = "analysis.statistic=similarity compares h2o or streaming"
-            raise UserError(f"method={config.method_name}: {compares}")
 
     def needs_weights(self, config: RunConfig) -> bool:
         return config.analysis.statistic != "memory"  # which follows from the shape

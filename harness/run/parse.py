@@ -1,229 +1,174 @@
-"""From a composed configuration to the checked and frozen settings of a run.
+"""From composed settings to the checked and frozen settings of a run.
 
-`parse` is a sequence of steps. Each takes what it reads and returns what it makes. The only heavy
-module that it imports is the chosen method's, so that a wrong setting is refused before a model
-library loads.
+`parse` fills in what follows from other settings, has pydantic check the rest, and asks the rules.
+The only heavy module that it imports is the chosen method's, so that a wrong setting is refused
+before a model library loads.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.errors import UserError, nearest
 from harness.run.kinds import measurement_of
-from harness.settings import config as configs
-from harness.settings import own_method, systems
+from harness.settings import own_method, rules, systems
 from harness.settings.codecs import CODEC_WORDS, codec_names, codec_words
-from harness.settings.config import CPU_DTYPE, RunConfig
-from harness.settings.kinds import BOARD, Kind, find
-from harness.settings.schema import build, group, kind_of, options, setting_of
-from harness.settings.task_config import GENERATED_TASKS, PAPER_TASKS, SamplingConfig, TaskConfig
+from harness.settings.config import (
+    CPU_DTYPE,
+    GROUPS,
+    RUNNING,
+    ModelConfig,
+    RunConfig,
+    prompt_of_window,
+)
+from harness.settings.kinds import find
+from harness.settings.schema import AT_TOP, build, options
+from harness.settings.task_config import GENERATED_TASKS, PAPER_TASKS
 
 if TYPE_CHECKING:
     from methods.base import Method
 
-T = TypeVar("T")
-
 OF_THE_CODEC = ("codec", "value_codec", "codec_layers", "rotation", "key_groups")
-DEFAULTS = ("group_size", "residual", "gpu_cache")
-"""Keys of a method's YAML for which a setting of the same name may be given."""
-OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
-"""Keys of a method's YAML that make it that method. They cannot be changed under its name."""
-
-AT_TOP = (configs.LatencyConfig, SamplingConfig, TaskConfig)
-"""Classes whose settings stand at the top of `conf/config.yaml`, not in a group."""
-
-
-def method_file(name: object) -> dict[str, Any]:
-    """The settings of a shipped method. Raises OSError if there is none."""
-    _, settings = own_method.shipped(str(name))
-    return dict(settings)
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    return {str(key): value for key, value in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore
+"""Keys of a method's file for which no other value may be given."""
+OF_ROWS = (*OF_THE_CODEC, "group_size", "residual", "gpu_cache")
+"""Settings of how rows are stored, which a method's file may have."""
+OF_THE_FILE = ("_target_", "title", *OF_ROWS)
+"""Keys of a method's file that are no fields of its class."""
+NO_SETTINGS = ("sweep", "status", "export", "codec_settings", "budget", "method")
+"""What stands in `conf/config.yaml` and is no plain setting of `RunConfig`."""
 
 
 @own_method.faults()
-def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
-    """Check a composed configuration and freeze it.
+def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig:
+    """Check composed settings and freeze them.
 
     Args:
-        config: what Hydra composed; `sweep` is not looked at.
-        overrides: the user's own. They tell a given `model.hub_id` from that of the chosen entry.
+        composed: what Hydra composed, as plain values; `sweep` is not looked at.
+        given: names of the settings that the user gave. They tell a given `model.hub_id` from that
+        of the chosen entry.
 
     Raises:
         UserError: a setting that is unknown, of a wrong type, out of range or contradicts another.
     """
-    if config.get("sweep") is not None:
-        config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "sweep"])
-    settings = _plain(config)
-    settings.pop("sweep", None)
-    given = set(map(setting_of, overrides))
-    _refuse_no_settings(settings)
-    chosen_file = next((word for word in overrides if word.startswith("experiment=")), None)
-    if chosen_file and "kind" not in settings and "experiment" not in settings:
-        raise UserError(f"{chosen_file}: its runs are of other experiments; it is none by itself")
-    # `build` says that the kind is missing.
-    kind = find(settings["kind"]) if "kind" in settings else Kind()
-    times_steps = kind.table in ("latency", "capacity")
-    latency = _repeated(configs.LatencyConfig, settings, counts=times_steps)
-    sampling = _repeated(SamplingConfig, settings, counts=not times_steps)
-    task = _task(settings)
-    platform = _platform(settings, kind)
-    model = _model(group(settings, "model"), platform.name, given)
-    data = build(configs.DataConfig, group(settings, "data"), "data")
-    corpus = _text("corpus", configs.CorpusConfig, settings, model)
-    calibration = _text("calibration", configs.CalibrationConfig, settings, model)
-    analysis = build(configs.AnalysisConfig, group(settings, "analysis"), "analysis")
-    capacity = build(configs.CapacityConfig, group(settings, "capacity"), "capacity")
-    advise = build(configs.AdviseConfig, group(settings, "advise"), "advise")
-    chosen = _method(group(settings, "method"), given)
-    cache_settings = _cache_settings(settings, chosen)
-    tasks = settings.get("tasks")
-    if tasks is None:
-        tasks = GENERATED_TASKS if data.name == "offline" else PAPER_TASKS
-    label = settings.get("label")
-    made = {
-        "latency": latency,
-        "sampling": sampling,
-        "task": task,
-        "platform": platform,
-        "model": model,
-        "data": data,
-        "corpus": corpus,
-        "calibration": calibration,
-        "analysis": analysis,
-        "capacity": capacity,
-        "advise": advise,
-        "method": chosen.method,
-        "method_name": chosen.name,
-        "tasks": tasks,
+    export = composed.get("export")
+    if export is not None:
+        raise UserError(f"export={export}: runs nothing, so it is no setting of a run")
+    require_bool("status", composed.get("status", False))
+    if "kind" not in composed:
+        made_of = "its runs are of other experiments; it is none by itself"
+        name = given["experiment"] if isinstance(given, Mapping) else "null"
+        raise UserError(f"experiment={name}: {made_of}")
+    kind = find(composed["kind"])
+    settings = {name: value for name, value in composed.items() if name not in NO_SETTINGS}
+    for name in GROUPS:
+        if name not in AT_TOP and not isinstance(settings[name], Mapping):
+            value = settings[name]
+            raise UserError(f"{name}={value}: must be a group of settings")
+    settings |= _grouped(settings, times_steps=kind.table in ("latency", "capacity"))
+    settings["platform"] = _platform(settings["platform"])
+    settings["model"] = _model(settings["model"], settings["platform"], given)
+    if settings["model"]["weights"] == "random":  # whose texts are random token ids
+        for name in ("corpus", "calibration"):
+            settings[name] = {**settings[name], "name": "random"}
+    chosen = _method(composed["method"])
+    rows = _rows(settings, chosen)
+    codec = _own_codec(rows.get("codec"), composed.get("codec_settings") or {})
+    settings = {name: value for name, value in settings.items() if name not in OF_ROWS} | rows
+    if codec.made is not None:
+        settings["codec"] = codec.name
+    settings |= _budget(composed.get("budget"), chosen.method, codec.name)
+    if settings["tasks"] is None:
+        is_offline = settings["data"].get("name") == "offline"
+        settings["tasks"] = GENERATED_TASKS if is_offline else PAPER_TASKS
+    if settings["prefill_len"] is None:
+        seq_len = settings["seq_len"]
+        # Pydantic refuses what is no number.
+        settings["prefill_len"] = prompt_of_window(seq_len) if isinstance(seq_len, int) else 0
+    label = settings["label"]
+    settings |= {
         "label": "" if label is None else label,
         "label_given": bool(label),
+        "method_name": chosen.name,
+        "method": None,
+        "own_codec": None,
     }
-    if settings.get("prefill_len") is None:
-        seq_len = settings.get("seq_len")
-        # `build` refuses what is no number
-        made["prefill_len"] = configs.prompt_of_window(seq_len) if isinstance(seq_len, int) else 0
-    with_it = _budget(settings.get("budget"), chosen.method, cache_settings.get("codec"))
-    checked = build(RunConfig, _taken_as_written(settings) | made | cache_settings | with_it)
-    _check_together(checked, kind, given)
-    made_label = _label(checked, kind, chosen.file)
+    checked = build(RunConfig, settings)
+    config = replace(checked, method=chosen.method, own_codec=codec.made)
+    rules.check(config, given)
+    measurement_of(config.kind).check(config)
+    made_label = _label(config, chosen)
     if kind.live:
-        systems.check_label(checked.label, made_label)
-    return checked if checked.label else replace(checked, label=made_label)
+        systems.check_label(config.label, made_label)
+    return config if config.label else replace(config, label=made_label)
 
 
-def asks_status(given: object) -> bool:
-    """True if a command only asks how far its runs are. Raises UserError unless `status` is true or
-    false."""
+def require_bool(name: str, given: object) -> bool:
+    """True or false. Raises UserError for anything else."""
     if not isinstance(given, bool):
-        raise UserError(f"status={given}: must be true or false")
+        raise UserError(f"{name}={given}: must be true or false")
     return given
 
 
-def chosen_model(config: DictConfig, overrides: Sequence[str]) -> configs.ModelConfig:
-    """The model of a composed configuration, from the user's own source where one is given."""
-    node = _with_source(_plain(config.model), set(map(setting_of, overrides)))
-    return build(configs.ModelConfig, node, "model")
+def chosen_model(composed: Mapping[str, Any], given: Collection[str]) -> ModelConfig:
+    """The model of composed settings, from the user's own source where one is given."""
+    return build(ModelConfig, _with_source(composed["model"], given), "model")
 
 
-def _refuse_no_settings(settings: Mapping[str, Any]) -> None:
-    asks_status(settings.get("status", False))
-    export = settings.get("export")
-    if export is not None:
-        raise UserError(f"export={export}: runs nothing, so it is no setting of a run")
+def _grouped(settings: dict[str, Any], *, times_steps: bool) -> dict[str, Any]:
+    """The settings of `AT_TOP` in their groups, taken out of `settings`.
 
-
-def _taken_as_written(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that `RunConfig` has under the same name, and unknown ones, for `build` to
-    refuse."""
-    read = {"sweep", "status", "export", "codec_settings", *OF_THE_CODEC, *DEFAULTS}
-    for cls in AT_TOP:
-        read.update(field.name for field in fields(cls))
-    return {name: value for name, value in settings.items() if name not in read}
-
-
-def _at_top(cls: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a class of `AT_TOP`."""
-    names = [field.name for field in fields(cls)]
-    return {name: settings[name] for name in names if name in settings}
-
-
-def _repeated(cls: type[T], settings: Mapping[str, Any], *, counts: bool) -> T:
-    """`LatencyConfig` or `SamplingConfig`. Both have `repeats`: of the timed steps of a run, or
-    answers to each question. counts: it is meant here."""
-    own = _at_top(cls, settings)
-    repeats = own.pop("repeats", None)
-    if counts and repeats is not None:
-        own["repeats"] = repeats
-    return build(cls, own)
-
-
-def _task(settings: Mapping[str, Any]) -> TaskConfig:
-    own = _at_top(TaskConfig, settings)
-    metadata = own.get("metadata")
+    `repeats` is of the timed steps of a run, or answers to each question. times_steps: the first
+    is meant.
+    """
+    repeats = settings.pop("repeats")
+    groups = {}
+    for group in AT_TOP:
+        names = [field.name for field in fields(GROUPS[group]) if field.name in settings]
+        groups[group] = {name: settings.pop(name) for name in names}
+    if repeats is not None:
+        groups["latency" if times_steps else "sampling"]["repeats"] = repeats
+    metadata = groups["task"]["metadata"]
     if isinstance(metadata, Mapping):
-        own["metadata"] = {name: value for name, value in metadata.items() if value is not None}
-    return build(TaskConfig, own)
+        said = {name: value for name, value in metadata.items() if value is not None}
+        groups["task"]["metadata"] = said
+    return groups
 
 
-def _platform(settings: Mapping[str, Any], kind: Kind) -> configs.PlatformConfig:
-    node = group(settings, "platform")
-    if node.get("kind") == "modelled":
-        if not kind.modelled:
-            refusal = "is modelled, nothing runs there; allowed here: cpu, cuda"
-            raise UserError(f"platform={node['name']}: {refusal}")
-        # What a system says of its transfers holds there too.
-        machine: dict[str, Any] = {"name": node["name"], "sheet": node}
-        for name in ("overlap", "pinned"):
-            if name in node:
-                machine[name] = node.pop(name)
-        return build(configs.PlatformConfig, machine, "platform")
-    platform = build(configs.PlatformConfig, node, "platform")
-    if platform.device_gib is not None and not kind.live:
-        memory = f"platform.device_gib={platform.device_gib:g}"
-        no_memory = f"experiment={settings.get('experiment')} decodes through no device memory"
-        raise UserError(f"{memory}: {no_memory}; leave it out")
-    if platform.weights_on_device < 1 and not kind.live:
-        share = f"platform.weights_on_device={platform.weights_on_device}"
-        no_link = f"experiment={settings.get('experiment')} decodes through no link; leave it out"
-        raise UserError(f"{share}: {no_link}")
-    return platform
+def _platform(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a platform; a modelled one is its sheet."""
+    if node.get("kind") != "modelled":
+        return dict(node)
+    # What a system says of its transfers holds there too.
+    own = {name: node[name] for name in ("overlap", "pinned") if name in node}
+    sheet = {name: value for name, value in node.items() if name not in own}
+    return {"name": node["name"], "sheet": sheet, **own}
 
 
-def _model(node: dict[str, Any], platform: str, given: set[str]) -> configs.ModelConfig:
+def _model(
+    node: Mapping[str, Any], platform: Mapping[str, Any], given: Collection[str]
+) -> dict[str, Any]:
     """The model on the platform's device, in the precision that the user gave, else its entry's, or
     a CPU's. Of a modelled machine the model's shape alone is looked at."""
-    if platform not in configs.RUNNING:
-        platform = "cpu"
-        given = {*given, "model.dtype"}
-    model = build(configs.ModelConfig, _with_source(node, given), "model")
-    setting = f"model.device={model.device}"
-    if model.device == "map" and platform != "cuda":
-        raise UserError(f"{setting}: needs platform=cuda; allowed on {platform}: auto, {platform}")
-    if model.device not in ("auto", "map", platform):
-        raise UserError(f"{setting}: contradicts platform={platform}; leave one of them out")
-    if model.device == "auto":
-        model = replace(model, device=platform)  # type: ignore[arg-type]  # one of RUNNING
-    if platform == "cpu" and "model.dtype" not in given:
-        model = replace(model, dtype=CPU_DTYPE)
+    model = _with_source(node, given)
+    runs_on = platform.get("name") if platform.get("name") in RUNNING else "cpu"
+    if model["device"] == "auto":
+        model["device"] = runs_on
+    if platform.get("name") == "cpu" and "model.dtype" not in given:
+        model["dtype"] = CPU_DTYPE
     return model
 
 
-def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
+def _with_source(node: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """A source that the user gave replaces the chosen entry's: the name follows it, the shape is
     dropped.
 
     A copy of the very file that the entry names is still the entry's model.
     """
+    model = dict(node)
     sources = [
         key for key in ("path", "hub_id") if f"model.{key}" in given and model.get(key) is not None
     ]
@@ -244,65 +189,31 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
     return model
 
 
-def _text(name: str, cls: Any, settings: Mapping[str, Any], model: configs.ModelConfig) -> Any:
-    """The corpus or the calibration text. For random weights it is random token ids, which need no
-    tokenizer."""
-    text = build(cls, group(settings, name), name)
-    is_random = model.weights == "random"
-    if is_random and text.path is not None:
-        reads = "model.weights=random reads random token ids"
-        raise UserError(
-            f"{name}.path={text.path}: {reads}; leave it out, or model.weights=pretrained"
-        )
-    if not is_random and text.name == "random":
-        raise UserError(f"{name}.name=random: needs model.weights=random; allowed: offline")
-    return replace(text, name="random") if is_random else text
-
-
 class ChosenMethod(NamedTuple):
-    """file: the method's YAML; of a user's own method, its title if any."""
+    """file: what its file in `conf/method` says; of a user's own method, its title if any."""
 
     name: str
     method: Method
     file: dict[str, Any]
 
 
-def _method(node: dict[str, Any], given: set[str]) -> ChosenMethod:
-    """Make the method of its group of settings: `method.alpha` is a field of the class that
-    `_target_` names, as `methods.infinigen.InfiniGen` in `conf/method/infinigen.yaml`.
-
-    given: names of the settings on the command line.
-    """
-    name, target = node.pop("name", None), str(node.get("_target_"))
-    file: dict[str, Any] = {}
-    if ":" in target and not given & {"method._target_", "method.name"}:
-        del node["_target_"]
-        if name in options("method"):
-            raise UserError(f"method={target}: {name} is a method of conf/method; rename the file")
-        cls, _ = own_method.find(target)  # another process may have composed it
-        own_names = vars(cls)  # without those of the class from which it derives
-        if "title" not in own_names:
-            file = {"title": name}
-    else:
-        if name not in options("method"):
-            raise UserError(f"method.name={name}: {nearest(name, options('method'))}")
-        file = method_file(name)
-        for key in OF_THE_FILE:
-            value, own = node.pop(key, None), file.get(key)
-            if value != own:
-                has = f"method={name} has {own}; choose another by method=NAME"
-                raise UserError(f"method.{key}={value}: {has}")
-        cls, _ = own_method.shipped(str(name))
-    return ChosenMethod(str(name), build(cls, node, "method"), file)
+def _method(node: Any) -> ChosenMethod:
+    """Make the method that `method.name` names, of the other settings of the group."""
+    if not isinstance(node, Mapping):
+        raise UserError(f"method={node}: {nearest(node, options('method'))}")
+    given = {name: value for name, value in node.items() if name != "name"}
+    cls, name, file = own_method.chosen(str(node.get("name")))
+    changes = {key: value for key, value in file.items() if key not in ("name", *OF_THE_FILE)}
+    return ChosenMethod(name, build(cls, changes | given, "method"), file)
 
 
-def _cache_settings(settings: Mapping[str, Any], chosen: ChosenMethod) -> dict[str, Any]:
-    """How rows are stored: as given, else as the method's YAML says. What neither says has the
+def _rows(settings: Mapping[str, Any], chosen: ChosenMethod) -> dict[str, Any]:
+    """How rows are stored: as given, else as the method's file says. What neither says has the
     default of `RunConfig`."""
     found: dict[str, Any] = {}
-    on_host = settings.get("placement", "host") == "host"
-    for key in (*OF_THE_CODEC, *DEFAULTS):
-        value = settings.get(key)
+    on_host = settings["placement"] == "host"
+    for key in OF_ROWS:
+        value = settings[key]
         in_file = key in chosen.file
         if key in OF_THE_CODEC and in_file and value not in (None, chosen.file[key]):
             contradicts = f"contradicts method={chosen.name}: leave it out, or method=full"
@@ -311,20 +222,27 @@ def _cache_settings(settings: Mapping[str, Any], chosen: ChosenMethod) -> dict[s
             found[key] = value
         elif in_file and (on_host or key != "gpu_cache"):
             found[key] = chosen.file[key]
-    return found | _own_codec(found.get("codec"), settings.get("codec_settings") or {})
+    return found
 
 
-def _own_codec(codec: Any, given: Any) -> dict[str, Any]:
-    """The codec of the user's own that `codec` names, of its settings. Empty for a shipped one."""
+class ChosenCodec(NamedTuple):
+    """name: in tables. made: a codec of the user's own; None for a shipped one, or none."""
+
+    name: Any
+    made: Any = None
+
+
+def _own_codec(codec: Any, given: Mapping[str, Any]) -> ChosenCodec:
+    """The codec that `codec` names, if it is one of the user's own, of its settings."""
     if not isinstance(codec, str) or not own_method.is_own(codec):
         if given:
             has_none = f"are those of a codec of your own; codec={codec} has none"
             raise UserError(f"codec_settings={given}: {has_none}")
-        return {}
-    cls, name = own_method.find_codec(codec)
+        return ChosenCodec(codec)
+    cls, name = own_method.chosen_codec(codec)
     if name in codec_names():
         raise UserError(f"codec={codec}: {name} is a codec of this project; rename the file")
-    return {"codec": name, "own_codec": build(cls, given, "codec_settings")}
+    return ChosenCodec(name, build(cls, given, "codec_settings"))
 
 
 def _budget(given: Any, method: Method, codec: Any) -> dict[str, Any]:
@@ -336,22 +254,19 @@ def _budget(given: Any, method: Method, codec: Any) -> dict[str, Any]:
     """
     if given is None:
         return {}
-    budget_rule, share = "exact", given
+    rule, share = "", given
     if isinstance(given, str):
         rule, _, words = given.rpartition(":")
-        share = _share_in(words) if rule in ("", "nearest") else None
-        budget_rule = rule or budget_rule
-    if share is None or isinstance(share, int | float) and not 0 < share <= 1:
+        share = _share_in(words)
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not is_number or not 0 < share <= 1 or rule not in ("", "nearest"):
         allowed = "a share of the full cache such as 0.16 or 16%, or nearest:0.16"
         raise UserError(f"budget={given}: must be {allowed}")
     if method.reads_all and codec is None:
-        return {
-            "budget": None,
-            "budget_rule": "exact",
-        }  # the full cache: the same run at every budget
-    if budget_rule == "nearest" and not _has_budget(method):
+        return {}  # the full cache: the same run at every budget
+    if rule == "nearest" and not _has_budget(method):
         share = None
-    return {"budget": share, "budget_rule": budget_rule}
+    return {"budget": share, "budget_rule": rule or "exact"}
 
 
 def _share_in(words: str) -> float | None:
@@ -373,49 +288,13 @@ def _has_budget(method: Method) -> bool:
     return True
 
 
-def _tables_of(experiment: str, usual_kind: str) -> set[str]:
-    """The shapes of the tables that an experiment's rows go to."""
-    table = find(usual_kind).table
-    return {table, "latency"} if experiment == BOARD else {table}
-
-
-def _check_together(config: RunConfig, kind: Kind, given: set[str]) -> None:
-    """Raise UserError for settings that contradict one another, or make no sense in this
-    experiment."""
-    if config.budget is not None:
-        _check_given_beside_budget(config.method, config.budget, given)
-    if config.prompt is not None and config.kind != "generate":
-        raise UserError(f"prompt={config.prompt}: needs experiment=generate")
-    usual_kind = kind_of(config.experiment)
-    if usual_kind is not None and kind.table not in _tables_of(config.experiment, usual_kind):
-        others = [name for name in options("experiment") if kind_of(name) == config.kind]
-        raise UserError(
-            f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
-            f"choose an experiment of that kind: {', '.join(others) or 'none here is'}"
-        )
-    systems.check_gpu_cache(config.method, config.gpu_cache)
-    measurement_of(config.kind).check(config)
-
-
-def _check_given_beside_budget(method: Method, budget: float, given: set[str]) -> None:
-    """Raise UserError for a given setting of the method that `budget` sets to another value."""
-    with_it = method.with_budget(budget)
-    for field in fields(method):
-        setting = f"method.{field.name}"
-        value = getattr(method, field.name)
-        if setting not in given or value is None:
-            continue
-        if getattr(with_it, field.name) != value:
-            raise UserError(f"{setting}={value}: budget={budget:g} sets it; leave one of them out")
-
-
-def _label(config: RunConfig, kind: Kind, file: Mapping[str, Any]) -> str:
+def _label(config: RunConfig, chosen: ChosenMethod) -> str:
     """The name of a run that the user gave none: its system, or its method and codec."""
-    codec_of_file = None
+    file, codec_of_file = chosen.file, None
     if "codec" in file:
         codec_of_file = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file})
-    if kind.live:
-        behind_preset = str(file["_target_"]).split(".")[1] if codec_of_file else config.method_name
+    if find(config.kind).live:
+        behind_preset = str(file["_target_"]).split(".")[1] if codec_of_file else chosen.name
         return systems.name_of(behind_preset, config, is_own="_target_" not in file)
     title = file.get("title") or config.method.title
     if not isinstance(title, str) or not title.isprintable():

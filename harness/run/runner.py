@@ -339,7 +339,7 @@ def users_faults(config: RunConfig) -> Iterator[None]:
         call = f"sys.exit({'' if end.code is None else repr(end.code)}) was called in a run"
         own = _of_own_code(config, end, call)
         raise UserError(own or f"{call}; a method or task must not end the process") from end
-    except (UserError, KeyboardInterrupt, HeldError, BrokenPipeError):
+    except (UserError, KeyboardInterrupt, HeldError):
         raise
     except OSError as error:
         own = _of_own_code(config, error, reason(error), by_line=True)

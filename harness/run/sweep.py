@@ -32,22 +32,22 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
 from harness.results.tuned import as_tuned
 from harness.run.all_runs import counted, groups
-from harness.run.compose import composed, load, override
+from harness.run.compose import compose, load, resolved
 from harness.run.parse import chosen_model
+from harness.run.words import Values, values_of
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
-from harness.settings.schema import Positive, Text, build, is_group, options, setting_of
+from harness.settings.schema import Positive, Text, build, options
 from harness.settings.systems import OF_EVERY_METHOD
 
 
@@ -89,9 +89,10 @@ class Plan:
         return lines
 
 
-def is_sweep(node: DictConfig | None) -> bool:
+def is_sweep(config: DictConfig) -> bool:
     """Whether the `sweep` of a composed experiment says that it is many runs. Raises UserError
     where it is no mapping."""
+    node = config.get("sweep")
     if node is None:
         return False
     if not isinstance(node, DictConfig):
@@ -99,22 +100,22 @@ def is_sweep(node: DictConfig | None) -> bool:
     return bool(node.keys() & {"runs", "experiments"})
 
 
-def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
+def read_plan(given: Iterable[str] | Values) -> Plan:
     """All runs of a sweep and of the sweeps in it, or a share of them, checked before the first of
     them begins.
 
     Args:
-        node: `sweep` of the chosen `conf/experiment/*.yaml`, composed.
-        overrides: the user's; they hold for every run, and win over what a sweep sets without
-        varying it.
+        given: the user's settings, `experiment` among them; they hold for every run, and win over
+            what a sweep sets without varying it.
 
     Raises:
         UserError: a malformed sweep, one with every run left out, a wrong setting in any run, or
-                an override of what the runs vary.
+                a setting of the user's that the runs vary.
     """
-    plan = Plan()
-    name = next((word for word in overrides if setting_of(word) == "experiment"), "")
-    _read(plan, node, overrides, (name.partition("=")[2],))
+    plan, values = Plan(), values_of(given)
+    config = compose(values)
+    own = {name: value for name, value in values.items() if not _is_of_sweep(name)}
+    _read(plan, config, own, (values.get("experiment", ""),))
     if not plan.runs:
         raise UserError(f"nothing to run: {'; '.join(plan.gaps())}")
     known = {config.experiment: None for config in plan.runs} | dict(plan.left_out)
@@ -123,9 +124,13 @@ def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
             raise UserError(
                 f"sweep.minutes.{name}: no run is of that experiment; {nearest(name, known)}"
             )
-    if (share := node.get("share")) is not None:
+    if (share := config.sweep.get("share")) is not None:
         plan.runs = share_of(plan.runs, str(share))
     return plan
+
+
+def _is_of_sweep(name: str) -> bool:
+    return name.partition(".")[0] in ("sweep", "experiment")
 
 
 def share_of(runs: Sequence[RunConfig], share: str) -> list[RunConfig]:
@@ -142,18 +147,18 @@ def share_of(runs: Sequence[RunConfig], share: str) -> list[RunConfig]:
     return list(itertools.chain.from_iterable(own_groups))
 
 
-def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -> None:
-    """Add the runs of one file to `plan`, then those of the sweeps in it. within: the names of the
-    experiments around it, and its own."""
-    written: Any = OmegaConf.to_container(node, resolve=False)
+def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]) -> None:
+    """Add the runs of one file to `plan`, then those of the sweeps in it.
+
+    given: the user's settings of runs. within: the names of the experiments around it, and its own.
+    """
+    written: Any = OmegaConf.to_container(config.sweep, resolve=False)
     if "${model.shape." in str(written):
         # A model of the user's own has its shape, not the chosen entry's.
-        config: Any = node._get_root()
-        model = chosen_model(config, overrides)
+        model = chosen_model(resolved(OmegaConf.masked_copy(config, ["model"])), given)
         if model.shape is None:
-            with open_dict(config):
-                config.model.shape = shape_mapping(model)
-    sweep: Any = OmegaConf.to_container(node, resolve=True)
+            config.model.shape = shape_mapping(model)
+    sweep: Any = resolved(config)["sweep"]
     keywords = {name: sweep[name] for name in KEYWORDS & sweep.keys() if sweep[name] is not None}
     asked = build(Keywords, keywords, "sweep")
     if not asked.runs and not asked.experiments:
@@ -161,15 +166,9 @@ def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[
 
     # Its runs are of this experiment, if it is more than a list of runs of others.
     settings_of_all = dict(asked.settings)
-    whole: Any = node._get_root()
-    if whole.get("kind") is not None:
+    if config.get("kind") is not None and within[-1]:
         settings_of_all = {"experiment": within[-1], **settings_of_all}
 
-    given: dict[str, str] = {}
-    for word in overrides:
-        name = setting_of(word)
-        if name.partition(".")[0] not in ("sweep", "experiment"):
-            given[name] = word
     combinations: list[tuple[dict[str, Any], bool]] = []  # with whether it may be refused
     for entry, asks_for in zip(asked.runs, _conditions(written, len(asked.runs)), strict=True):
         settings = dict(entry)
@@ -181,41 +180,36 @@ def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[
             else:
                 combinations.append((combination, where_allowed))
     if "method" in given:
-        combinations = _of_method(combinations, given["method"].partition("=")[2])
-    for key in given:
+        combinations = _of_method(combinations, str(given["method"]))
+    for key, value in given.items():
         values = {str(combination[key]) for combination, _ in combinations if key in combination}
         if len(values) > 1:
             instead = "leave it out, or sweep=null for one run"
-            raise UserError(f"{given[key]}: the sweep varies {key} itself; {instead}")
+            raise UserError(f"{key}={value}: the sweep varies {key} itself; {instead}")
     for combination, where_allowed in combinations:
-        settings = {**settings_of_all, **combination}
-        for key, value in settings.items():
-            if is_group(key) and not isinstance(value, str):
-                raise UserError(f"sweep.runs: {key}={value}: must be one name")
-        fixed = {key: value for key, value in settings.items() if key not in given}
+        settings = {**settings_of_all, **combination, **given}
         try:
-            words = [override(key, value) for key, value in fixed.items()]
-            config = load([*words, *given.values(), "sweep=null"])
-        except (UserError, HydraException) as error:
+            run = load(settings)
+        except UserError as error:
             if not where_allowed:
                 raise
-            plan.left_out.append((_experiment_of(fixed), str(error).splitlines()[0].rstrip(".")))
+            plan.left_out.append((_experiment_of(settings), str(error).rstrip(".")))
             continue
-        if not find(config.kind).keeps_record:
-            no_record = f"experiment={config.experiment} writes no record"
+        if not find(run.kind).keeps_record:
+            no_record = f"experiment={run.experiment} writes no record"
             raise UserError(f"sweep.runs: {no_record}, so it is no run of a sweep")
-        if config not in plan.runs:
-            plan.runs.append(config)
+        if run not in plan.runs:
+            plan.runs.append(run)
 
     for name in asked.experiments:
         if name not in options("experiment"):
             raise UserError(f"sweep.experiments={name}: {nearest(name, options('experiment'))}")
         if name in within:
             raise UserError(f"sweep.experiments={name}: contains itself")
-        part = composed([f"experiment={name}", *given.values()]).sweep
-        for key in sweep.keys() & part.keys() - KEYWORDS:
-            part[key] = sweep[key]
-        _read(plan, part, overrides, (*within, name))
+        part = compose({**given, "experiment": name})
+        for key in sweep.keys() & part.sweep.keys() - KEYWORDS:
+            part.sweep[key] = sweep[key]
+        _read(plan, part, given, (*within, name))
     plan.minutes |= asked.minutes  # the outer sweep's word holds
 
 

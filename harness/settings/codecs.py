@@ -30,6 +30,7 @@ LAYER_FORMAT = re.compile(
 """An entry of `codec_layers`."""
 CODEC_WORDS = ("codec", "value_codec", "codec_layers", "rotation", "key_groups", "residual")
 """The settings that a codec's name says."""
+GROUP_SIZE = 64
 
 
 @cache

@@ -1,34 +1,25 @@
 """The settings of a run: frozen dataclasses. `harness.run.parse` makes them from a command line.
 
-`harness.settings.schema` checks types and ranges. Each class refuses settings that contradict one
-another, and `harness.run.kinds` those that a kind of run cannot have. Imports neither Hydra nor
-torch.
+Types and ranges are the annotations, which `harness.settings.schema` checks; what settings must be
+together is in `harness.settings.rules`. Imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_type_hints
 
 from pydantic import Field
 
-from harness.errors import UserError, nearest
-from harness.settings.codecs import (
-    CODEC_WORDS,
-    codec_named,
-    codec_names,
-    codec_words,
-    is_float,
-    is_integer,
-    layer_formats,
-    takes,
-)
+from harness.errors import UserError
+from harness.settings.codecs import CODEC_WORDS, GROUP_SIZE, codec_words
 from harness.settings.paths import RESULTS
 from harness.settings.schema import (
     MOST,
     Count,
+    ExistingText,
     FileText,
     FolderText,
     Names,
@@ -38,6 +29,7 @@ from harness.settings.schema import (
     Positive,
     Share,
     Text,
+    only,
 )
 from harness.settings.task_config import (
     GENERATED_NUM_SAMPLES,
@@ -58,7 +50,6 @@ else:
 
 CPU_DTYPE: Final = "float32"
 """Precision of a run on a CPU unless the user gives one. `conf/model` names a GPU's."""
-GROUP_SIZE = 64
 DECODED = 64
 """Tokens of a window that are decoded, where `prefill_len` is not given."""
 PAPER_NUM_LAYERS = 32
@@ -77,6 +68,10 @@ BEHIND_LINK = ("host", "disk")
 Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inputs", "sparsity"]
 
 
+def _is_gguf(name: str) -> bool:
+    return name.endswith(".gguf")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model, from where, in which precision.
@@ -88,26 +83,15 @@ class ModelConfig:
     """
 
     name: Text
-    path: PathText | None = None
+    path: ExistingText | None = None
     hub_id: Text | None = None
-    gguf_file: Text | None = None
+    gguf_file: Annotated[Text, only(_is_gguf, "must be the name of a .gguf file")] | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda", "map"] = "auto"
     trust_remote_code: bool = False
     seed: Natural = 0
     shape: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.path is not None and not Path(self.path).exists():
-            raise UserError(f"model.path={self.path}: no such file or folder")
-        if self.gguf_file is None:
-            return
-        if not self.gguf_file.endswith(".gguf"):
-            raise UserError(f"model.gguf_file={self.gguf_file}: must be the name of a .gguf file")
-        if self.hub_id is None and self.path is None:
-            source = "needs model.hub_id=, or model.path= of its folder"
-            raise UserError(f"model.gguf_file={self.gguf_file}: {source}")
 
 
 @dataclass(frozen=True)
@@ -116,14 +100,6 @@ class DataConfig:
 
     name: Literal["offline", "local", "hub"]
     root: FolderText | None = None
-
-    def __post_init__(self) -> None:
-        if self.name == "local" and self.root is None:
-            folder = "the folder with one sub-folder a data set"
-            raise UserError(f"data=local needs data.root=DIR, {folder}")
-        if self.name != "local" and self.root is not None:
-            local = f"is read by data=local only, not by data={self.name}"
-            raise UserError(f"data.root={self.root} {local}")
 
 
 @dataclass(frozen=True)
@@ -141,10 +117,6 @@ class CorpusConfig:
     path: FileText | None = None
     spread: bool = False
     seed: Natural | None = None
-
-    def __post_init__(self) -> None:
-        if self.seed is not None and not self.spread:
-            raise UserError(f"corpus.seed={self.seed}: needs corpus.spread=true")
 
     @property
     def title(self) -> str:
@@ -184,17 +156,6 @@ class PlatformConfig:
     host_gib: Positive | None = None
     disk_dir: FolderText | None = None
     sheet: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.sheet is None and self.name not in RUNNING:
-            raise UserError(f"platform.name={self.name}: {nearest(self.name, RUNNING)}")
-        if self.link_gbps is not None and self.name != "cpu":
-            of_cpu = "sets the emulated link of platform=cpu; leave it null"
-            raise UserError(f"platform.link_gbps={self.link_gbps}: {of_cpu}")
-        if self.device_gib is not None and self.name == "cpu" and self.weights_on_device < 1:
-            both = "an emulated device holds all weights; leave one of them out"
-            share = f"platform.weights_on_device={self.weights_on_device}"
-            raise UserError(f"platform.device_gib={self.device_gib:g} and {share}: {both}")
 
 
 @dataclass(frozen=True)
@@ -356,21 +317,6 @@ class RunConfig:
     max_new_tokens: Count | None = None
     results_dir: PathText = RESULTS
 
-    def __post_init__(self) -> None:
-        if self.budget is not None:
-            try:
-                with_it: object = self.method.with_budget(self.budget)
-            except ValueError as error:
-                nearest_budget = f"budget=nearest:{self.budget} takes the nearest that it allows"
-                where = f"budget={self.budget}: method={self.method_name}"
-                raise UserError(f"{where}: {error}; {nearest_budget}") from error
-            from methods.base import Method  # loaded with the method
-
-            if not isinstance(with_it, Method):
-                wrong = f"with_budget returned {with_it!r}; allowed: the method with this budget"
-                raise UserError(f"method={self.method_name}: {wrong}")
-        self._check_codecs()
-
     @property
     def budget_is_measured(self) -> bool:
         """Whether `budget` is met by a search on the calibration text, as the method's reads depend
@@ -388,67 +334,6 @@ class RunConfig:
         """The codec in words, such as `hadamard-int4`, or `int4/int8` of keys and values; None
         stores rows exactly."""
         return codec_words(**{name: getattr(self, name) for name in CODEC_WORDS})
-
-    def _check_codecs(self) -> None:
-        if self.value_codec is not None and self.codec is None:
-            codec = "needs codec=, the format of the keys; fp32 is exact"
-            raise UserError(f"value_codec={self.value_codec}: {codec}")
-        shipped = codec_names()
-        if self.codec is not None and self.own_codec is None and self.codec not in shipped:
-            raise UserError(f"codec={self.codec}: {nearest(self.codec, shipped)}")
-        if self.value_codec is not None and self.value_codec not in shipped:
-            raise UserError(f"value_codec={self.value_codec}: {nearest(self.value_codec, shipped)}")
-        keys, values = self.codec, self.value_codec or self.codec
-        words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
-        formats = {keys, values} | self._named_formats()
-        has_groups = any(takes(name, "group_size") for name in formats)
-        if self.group_size != GROUP_SIZE and not has_groups:
-            no_groups = f"{words} has no groups; choose an integer codec"
-            raise UserError(f"group_size={self.group_size}: {no_groups}")
-        all_turn = takes(keys, "rotation") and takes(values, "rotation")
-        if self.rotation is not None and not all_turn:
-            not_turned = f"{words} is not turned; choose an integer codec"
-            raise UserError(f"rotation={self.rotation}: {not_turned}")
-        none_coded = all(name is None or is_float(name) for name in (keys, values))
-        if self.residual and none_coded:
-            no_token = f"{words} leaves no token behind; choose an integer codec"
-            raise UserError(f"residual={self.residual}: {no_token}")
-        if self.key_groups == "channel" and not is_integer(self.codec):
-            no_groups = f"codec={self.codec} has no groups; choose an integer codec"
-            raise UserError(f"key_groups=channel: {no_groups}")
-        in_channels = "key_groups=channel" if self.key_groups == "channel" else None
-        in_tiles = words if any(map(self._is_in_tiles, formats)) else None
-        grouped = in_channels or in_tiles
-        if grouped is not None and (not self.residual or self.residual % self.group_size):
-            multiple = f"a multiple of group_size={self.group_size}, above 0"
-            raise UserError(f"residual={self.residual}: must be {multiple}, with {grouped}")
-        if self.residual and not self.method.reads_all:
-            reads = f"method={self.method_name} does not read all that is cached"
-            raise UserError(f"residual={self.residual}: {reads}")
-
-    def _is_in_tiles(self, name: str | None) -> bool:
-        """True if a shipped codec codes `group_size` consecutive tokens together."""
-        if name not in codec_names():
-            return False
-        return codec_named(name, group_size=self.group_size).span > 1
-
-    def _named_formats(self) -> set[str]:
-        """The formats in `codec_layers`. Raises UserError as `layer_formats`, and for an entry that
-        has no effect."""
-        if self.codec_layers is None:
-            return set()
-        listed = f"codec_layers=[{','.join(self.codec_layers)}]"
-        if self.codec is None:
-            raise UserError(f"{listed}: needs codec=, the format of other layers; fp32 is exact")
-        formats: set[str] = set()
-        dense_layers = self.method.dense_layers
-        for layers in layer_formats(self.codec_layers):
-            if layers.last is not None and layers.last < dense_layers:
-                are_dense = f"method.dense_layers={dense_layers} leaves these layers as they are"
-                later = "name later ones, or set it to 0"
-                raise UserError(f"codec_layers=[{layers.words}]: {are_dense}; {later}")
-            formats |= {layers.keys, layers.values}
-        return formats
 
     def prefill_of(self, task: str, *, writes: bool = False) -> str:
         """Which rows of `task` are decode rows: dense, question or artifact.
@@ -475,3 +360,9 @@ class RunConfig:
         if task in RULER_TASKS:
             return (self.num_samples or RULER_NUM_SAMPLES) * len(self.task.lengths)
         return self.num_samples
+
+
+GROUPS: dict[str, Any] = {
+    name: kind for name, kind in get_type_hints(RunConfig).items() if is_dataclass(kind)
+}
+"""The groups of settings of a run; those of `AT_TOP` are named without their group."""

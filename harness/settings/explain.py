@@ -13,13 +13,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
-
-from harness.settings import config as configs
 from harness.settings import own_method, schema
 from harness.settings.codecs import codec_names
-from harness.settings.schema import CONF_DIR, MOST, options
-from harness.settings.task_config import LEAST_PLACES, MOST_PLACES, SamplingConfig, TaskConfig
+from harness.settings.config import GROUPS, RunConfig
+from harness.settings.paths import COMMAND
+from harness.settings.schema import AT_TOP, CONF_DIR, MOST, options
+from harness.settings.task_config import LEAST_PLACES, MOST_PLACES
 
 WIDTH = 100
 BY_TYPE = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -27,6 +26,7 @@ BY_TYPE = {bool: "true or false", int: "an integer", float: "a number", str: "te
 NAMED = {
     schema.Text: "text",
     schema.PathText: "a path",
+    schema.ExistingText: "a file or folder",
     schema.FileText: "a file",
     schema.FolderText: "a folder",
     schema.Names: "a list of different names",
@@ -36,18 +36,6 @@ NAMED = {
 """Ranges of the types of `harness.settings.schema` that a function checks."""
 OR_NULL = "; or null"
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-AT_TOP = (configs.RunConfig, configs.LatencyConfig, SamplingConfig, TaskConfig)
-"""The classes whose settings stand at the top of `conf/config.yaml`."""
-GROUPS = {
-    "model": configs.ModelConfig,
-    "data": configs.DataConfig,
-    "corpus": configs.CorpusConfig,
-    "calibration": configs.CalibrationConfig,
-    "platform": configs.PlatformConfig,
-    "capacity": configs.CapacityConfig,
-    "advise": configs.AdviseConfig,
-    "analysis": configs.AnalysisConfig,
-}
 WITH_COMMENTS = {
     "model": "smollm2-135m",
     "data": "offline",
@@ -56,6 +44,7 @@ WITH_COMMENTS = {
 }
 """By group, the file of `conf/` whose comments say what its settings mean."""
 OTHER_RANGES = {
+    "method": "a name, a file, a class or a press",
     "codec": f"{', '.join(codec_names())}, or ./FILE.py{OR_NULL}",
     "value_codec": f"as codec, but no file{OR_NULL}",
     "codec_settings": "the fields of the codec",
@@ -82,14 +71,45 @@ class Meaning(NamedTuple):
     section: str
 
 
-def run_help(config: DictConfig) -> str:
+def help_text(config: Mapping[str, Any]) -> str:
+    """What `--help` prints: the files of `conf/`, and tables of the settings of a run and of the
+    chosen method. config: composed settings, whose values are shown as defaults."""
+    groups = []
+    for folder in sorted(path for path in CONF_DIR.iterdir() if path.is_dir()):
+        groups.append(f"{folder.name}: {', '.join(options(folder.name))}")
+    return "\n".join(
+        [
+            "Accuracy and speed of KV-cache methods on any Hugging Face decoder, on one "
+            "implementation of each.",
+            "",
+            f"{COMMAND} SETTING=VALUE ...",
+            "    -m          before settings with several values, method=full,h2o: a run for each",
+            "    --cfg job   print the settings and run nothing",
+            "    --help      this text, for the settings beside it, such as method=h2o --help",
+            "",
+            "Files of conf/ to choose from: GROUP=NAME",
+            "",
+            *groups,
+            "",
+            run_help(config),
+            "",
+            method_help(config["method"]["name"]),
+        ]
+    )
+
+
+def run_help(config: Mapping[str, Any]) -> str:
     """A table of the settings of a run; a default is that of the composed `config`."""
     parts = []
     for section, meanings in _sections().items():
         rows = []
         for meaning in meanings:
-            default = OmegaConf.select(config, meaning.name)
-            shown = "{...}" if isinstance(default, DictConfig) and default else _as_yaml(default)
+            default: Any = config
+            for part in meaning.name.split("."):
+                default = default.get(part) if isinstance(default, Mapping) else None
+            if meaning.name == "method":
+                default = default["name"]
+            shown = "{...}" if isinstance(default, Mapping) and default else _as_yaml(default)
             allowed = _range_of(meaning.name)
             if default is None and "null" not in allowed:  # what another file says then holds
                 allowed += OR_NULL
@@ -136,13 +156,11 @@ def _range_of(name: str) -> str:
     """What a setting of a run may be, in words."""
     if name in OTHER_RANGES:
         return OTHER_RANGES[name]
-    group, _, field = name.partition(".")
-    classes = AT_TOP if not field else (GROUPS[group],)
-    for cls in classes:
-        hints = get_type_hints(cls, include_extras=True)
-        if (field or name) in hints:
-            return _in_words(hints[field or name])
-    raise KeyError(name)
+    group, _, field = name.rpartition(".")
+    hints: dict[str, Any] = {}
+    for cls in [GROUPS[group]] if group else [RunConfig, *(GROUPS[name] for name in AT_TOP)]:
+        hints |= get_type_hints(cls, include_extras=True)
+    return _in_words(hints[field])
 
 
 def _in_words(hint: Any) -> str:
@@ -163,24 +181,19 @@ def _in_words(hint: Any) -> str:
                     limit = getattr(bound, sign, None)
                     if limit is not None and limit != MOST:
                         bounds.append(f"{words} {limit:,.10g}")
-        kind = "a whole number" if parts[0] is int else "a number"
+        kind = {int: "a whole number", str: "text"}.get(parts[0], "a number")
         return ", ".join([kind, *bounds])
     if origin is not None and issubclass(origin, Mapping):
         return "settings of its own"
     return BY_TYPE[hint]
 
 
-def method_help(name: str, target: str) -> str:
-    """A table of the settings of a method.
-
-    name, target: `name` and `_target_` of the composed method. A default is that of the preset.
-    """
+def method_help(choice: str) -> str:
+    """A table of the settings of a method. A default is that of the preset."""
     from methods.settings import settings_of  # loads torch
 
-    if name in options("method"):
-        cls, defaults = own_method.shipped(name)
-    else:
-        cls, defaults = own_method.find(target)
+    cls, name, said = own_method.chosen(choice)
+    defaults = own_method.defaults_of(cls) | said
     types = get_type_hints(cls)
     rows = []
     for setting in settings_of(cls):

@@ -123,36 +123,3 @@ def check_gpu_cache(method: Method, gpu_cache: float) -> None:
     if gpu_cache and not method.names_rows:
         retrieves = "selects no rows; needs a method that retrieves"
         raise UserError(f"{setting}: {method.title} {retrieves}")
-
-
-def check_live(config: RunConfig) -> None:
-    """Raise UserError for a combination of settings that cannot be decoded live."""
-    method, placement, platform = config.method, config.placement, config.platform
-    check_combination(method, placement, config.gpu_cache)
-    if placement == "managed" and platform.name != "cuda":
-        cuda = f"needs platform=cuda; allowed on {platform.name}: device, host"
-        raise UserError(f"placement=managed: {cuda}")
-    if placement == "disk" and platform.name != "cpu":
-        cpu = "needs platform=cpu; allowed on cuda: device, host, managed"
-        raise UserError(f"placement=disk: {cpu}")
-    no_link = f"placement={placement} uses no link; use placement=host"
-    if placement not in BEHIND_LINK and not platform.overlap:
-        raise UserError(f"platform.overlap=false: {no_link}")
-    if placement != "host" and platform.weights_on_device < 1:
-        crosses_none = f"no weights cross to placement={placement}; use placement=host"
-        raise UserError(f"platform.weights_on_device={platform.weights_on_device}: {crosses_none}")
-    _check_disk(config)
-    is_smaller_card = platform.name == "cuda" and platform.device_gib is not None
-    if is_smaller_card and placement != "managed" and config.kind != "capacity":
-        setting = f"platform.device_gib={platform.device_gib:g}"
-        raise UserError(f"{setting}: is for placement=managed and kind=capacity; leave it null")
-
-
-def _check_disk(config: RunConfig) -> None:
-    platform = config.platform
-    if config.placement == "disk":
-        if platform.link_gbps is not None:
-            own_rate = "placement=disk has the disk's own rate; leave it null"
-            raise UserError(f"platform.link_gbps={platform.link_gbps:g}: {own_rate}")
-    elif platform.disk_dir is not None:
-        raise UserError(f"platform.disk_dir={platform.disk_dir}: is for placement=disk alone")

@@ -188,10 +188,6 @@ class Anything:
         return "Anything()"
 
 
-NESTED: list = []
-NESTED.append(NESTED)
-
-
 def refusal(act) -> str:
     with pytest.raises(UserError) as raised:
         act()
@@ -217,7 +213,7 @@ def test_what_is_no_model_is_refused(given):
 
 
 LISTS = [None, [3], [], [None], [b"full"], [["full"]], {"full"}, 5, Anything(), iter(["full"])]
-STRANGE = [Anything(), lambda: 3, b"x", {1, 2}, 1 + 2j, torch.ones(2), NESTED, {"a": Anything()}, "\ud800", [[[]]]]
+STRANGE = [Anything(), lambda: 3, b"x", {1, 2}, 1 + 2j, torch.ones(2), {"a": Anything()}, "\ud800", [[[]]]]
 WRONG = {
     "tokenizer": (lambda model, given: harness.load(model.loaded.model, given), [5, Anything()]),
     "methods": (lambda model, given: model.perplexity(methods=given), [*LISTS, "full"]),

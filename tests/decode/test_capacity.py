@@ -23,7 +23,7 @@ from harness.paper.costmodel import capacity as modelled
 from harness.paper.costmodel.schemes import Efficiency, Platform
 from harness.run.cli import main
 from harness.run.compose import load
-from harness.run.kinds import measurement_of
+from harness.settings.rules import check
 from harness.speed import capacity as emulated
 from harness.speed import latency as speed
 from methods.codecs.integers import IntegerCodec
@@ -310,7 +310,7 @@ REFUSED = [
     ([*H100, "placement=managed", "method=full"], "placement=managed: needs platform=cuda"),
     ([*H100, "system=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
     ([*H100, "system=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for gpu_cache"),
-    ([*H100, "system=offload-pageable"], "platform.overlap=false or platform.pinned=false: kind=capacity"),
+    ([*H100, "system=offload-pageable"], "platform.overlap=false: kind=capacity is about transfers"),
     ([*CUDA, "model.device=map"], "model.device=map: kind=capacity is about one device"),
     ([*CUDA, "platform.weights_on_device=0.5"], "platform.weights_on_device=0.5: kind=capacity has all weights on"),
     ([*CUDA, "placement=managed"], "placement=managed: allowed in kind=capacity: device"),
@@ -334,7 +334,7 @@ def test_a_method_that_needs_inputs_is_refused():
     config = load(["experiment=capacity", *H100, "method=snapkv"])
     config = replace(config, method=CASES["projected"].method, method_name="mine")
     with pytest.raises(UserError, match="^method=mine: needs the inputs of the layers"):
-        measurement_of("capacity").check(config)
+        check(config, ())
 
 
 def test_a_limit_plays_no_part_where_nothing_is_decoded():

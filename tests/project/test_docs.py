@@ -29,9 +29,10 @@ from docs import methods_page
 from harness.model.tiny import tiny_model
 from harness.results import lost
 from harness.run.cli import main
-from harness.run.compose import composed, load
-from harness.run.parse import OF_THE_FILE, method_file
+from harness.run.compose import compose, load
+from harness.run.parse import OF_THE_FILE
 from harness.run.sweep import is_sweep
+from harness.settings.own_method import shipped
 from harness.settings.schema import CONF_DIR
 from methods import extras
 from methods.base import Method, State, TokenCounts
@@ -197,7 +198,7 @@ def check_lm_eval(arguments: list[str]) -> None:
 @cache
 def accept(overrides: tuple[str, ...]) -> None:
     """Compose and check one run, or what a sweep is started with."""
-    if not is_sweep(composed(overrides).sweep):
+    if not is_sweep(compose(overrides)):
         load(overrides)
     else:
         accept(tuple(override for override in overrides if not override.startswith(("sweep", "experiment"))))
@@ -386,7 +387,7 @@ def test_methods_has_a_line_for_every_method_with_its_settings():
     exceptions = set(re.findall(r"`([\w-]+)`", of_selecting.partition("\n\n")[0]))
     shared = {field.name for field in dataclasses.fields(SelectingBy)}
     for file in (CONF_DIR / "method").glob("*.yaml"):
-        every = set(method_file(file.stem)) - {*OF_THE_FILE, "name"}
+        every = set(shipped(file.stem)[1]) - {*OF_THE_FILE, "name"}
         fields = every - shared  # these have a table of their own
         assert file.stem in lines, f"docs/methods.md: no line for {file.stem}"
         assert fields - {"num_bits"} <= set(re.findall(r"`(\w+)`", lines[file.stem])), file.stem

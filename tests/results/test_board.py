@@ -25,7 +25,7 @@ from harness.results.board_rows import COSTS, ORACLES, fronts
 from harness.results.columns import csv_of, read_frame
 from harness.results.samples import clustered_stderr
 from harness.results.stats import LEVEL, estimates, holm
-from harness.run.compose import composed, load
+from harness.run.compose import compose, load
 from harness.settings.schema import CONF_DIR
 from plots import style
 from plots.drawing import figure_of
@@ -599,7 +599,7 @@ def test_the_claims_of_the_project_name_methods_that_there_are():
     for found in board_page.SAYS["claims"]:
         named |= {found["label"], found["other"]}
     labels = {load([f"method={path.stem}"]).label for path in (CONF_DIR / "method").glob("*.yaml")}
-    over_int8 = composed(["experiment=board"]).sweep.over_int8
+    over_int8 = compose(["experiment=board"]).sweep.over_int8
     labels |= {load([f"method={name}", "codec=int8", "group_size=16"]).label for name in over_int8}
     assert named <= labels
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from harness.model.load import LoadedModel
 from harness.results.columns import ACCURACY, ANALYSIS, CAPACITY, LATENCY, PUBLISHED_CSV, names
 from harness.run.cli import main
-from harness.run.compose import composed
+from harness.run.compose import compose
 from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
@@ -90,9 +90,9 @@ def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
 
 @cache
 def runs_of(experiment: str) -> tuple[RunConfig, ...]:
-    root = ["sweep.data_root=."] if "data_root" in composed([f"experiment={experiment}"]).sweep else []
+    root = ["sweep.data_root=."] if "data_root" in compose([f"experiment={experiment}"]).sweep else []
     given = [f"experiment={experiment}", *root]
-    return read_plan(composed(given).sweep, given).runs
+    return read_plan(given).runs
 
 
 def row_of(config: RunConfig, **values: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from harness import errors
@@ -20,11 +19,12 @@ from harness.model import load as models
 from harness.model import resources
 from harness.model.resources import Resources
 from harness.results import record as records
-from harness.run import all_runs, cli, status
-from harness.run.compose import compose, composed, load
+from harness.run import all_runs, cli, jobs, status
+from harness.run.compose import compose, load
 from harness.run.kinds import digests_of
 from harness.run.runner import Run, run
 from harness.run.sweep import Plan, read_plan
+from harness.run.words import values_of
 from harness.scoring.progress import bar, pass_over, quietly
 from harness.settings.schema import CONF_DIR
 from tests.runs import Runs, outcome, own_experiments
@@ -36,11 +36,11 @@ def main(argv):
 
 
 def made(sweep, *overrides):
-    return read_plan(OmegaConf.create({"sweep": sweep}).sweep, overrides).runs
+    return read_plan(values_of(overrides) | {"sweep": sweep}).runs
 
 
 def read(*overrides) -> Plan:
-    return read_plan(composed(overrides).sweep, overrides)
+    return read_plan(overrides)
 
 
 def test_alternatives_are_combined_and_the_last_key_varies_fastest():
@@ -58,50 +58,24 @@ def test_alternatives_are_combined_and_the_last_key_varies_fastest():
     ]
 
 
-COMPOSED = [
-    ["method=h2o", "experiment=tasks"],
-    ["method=h2o", "experiment=tasks", "method.heavy_frac=0.3", "tasks=[kv_recall,passkey]", "label='a, b=c'"],
-    ["method=h2o", "experiment=tasks", "seq_len=7", "seq_len=9", "codec=null", "results_dir=${oc.env:HOME}/r"],
-    ["method=h2o", "experiment=tasks", "+metadata.more=3", "~method.heavy_frac"],
-    ["method=infinigen", "experiment=tasks", "method.alpha=inf", "model=opt-125m", "model.shape.hidden_size=8"],
-    ["method=infinigen", "experiment=tasks", "method={alpha:5}", "metadata.max_seq_lengths=[1,2]"],
-    ["method=h2o", "experiment=table2", "seq_len=7", "sweep=null"],
-    ["method=h2o", "experiment=table2", "sweep.runs=[{seed:3}]"],
-]
-REFUSED = [
-    ["method=h2o", "method.alpha=3"], ["seqlen=3"], ["method=nothing"], ["seq_len=1,2"], ["a b"], ["method=h2o,full"],
-    ["model.shape=3", "model.shape.more=4"],
-]  # fmt: skip
-
-
-def test_many_are_composed_as_each_alone():
-    for overrides in [*COMPOSED, *reversed(COMPOSED)]:
-        assert composed(overrides) == compose(overrides), overrides
-    for overrides in REFUSED:
-        with pytest.raises(HydraException) as alone:
-            compose(overrides)
-        with pytest.raises(HydraException) as among:
-            composed(overrides)
-        assert str(among.value) == str(alone.value)
-
-
 def test_a_file_that_changed_is_composed_anew(monkeypatch, tmp_path):
     own_experiments(monkeypatch, tmp_path / "conf")
     group, defaults = (tmp_path / "conf" / name for name in ("platform/cpu.yaml", "config.yaml"))
     shipped, shipped_defaults = group.read_text(), defaults.read_text()
     for number in (7, 8):
         group.write_text(shipped.replace("link_gbps: null", f"link_gbps: {number}"))
-        assert composed(["platform=cpu"]).platform.link_gbps == number
+        assert compose(["platform=cpu"]).platform.link_gbps == number
         defaults.write_text(shipped_defaults.replace("num_windows: 4", f"num_windows: {number}"))
-        assert composed(["platform=cpu"]).num_windows == number
+        assert compose(["platform=cpu"]).num_windows == number
 
 
 def test_a_users_experiment_keeps_its_settings_of_a_method(monkeypatch, tmp_path):
     own_experiments(monkeypatch, tmp_path / "conf")
     text = "# @package _global_\nexperiment: mine\nkind: perplexity\nmethod: {dense_layers: 2}\n"
     (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
-    for words in (["experiment=mine"], ["experiment=mine", "method=h2o"]):
-        assert composed(words) == compose(words)
+    for words, method in ([], "infinigen"), (["method=h2o"], "h2o"):
+        one = load(["experiment=mine", *words])
+        assert (one.method_name, one.method.dense_layers) == (method, 2)
     (one,) = made({"settings": {"experiment": "mine"}, "runs": [{"method": ["h2o"]}]})
     assert one.method_name == "h2o" and one.method.dense_layers == 2
 
@@ -115,7 +89,7 @@ SWEEP = {"settings": {"num_windows": 3}, "runs": [{"method": ["full", "h2o"]}, {
 
 
 def test_the_command_line_wins_over_what_the_grid_does_not_vary():
-    configs = made(SWEEP, "experiment=x", "num_windows=1", "seq_len=300", "results_dir=/r")
+    configs = made(SWEEP, "experiment=perplexity", "num_windows=1", "seq_len=300", "results_dir=/r")
     assert {(c.num_windows, c.seq_len, c.results_dir) for c in configs} == {(1, 300, "/r")}
     assert [c.seq_len for c in made(SWEEP)] == [1024, 1024, 2048]
     with pytest.raises(UserError, match="seq_len=7: the sweep varies seq_len itself"):
@@ -283,7 +257,7 @@ def slow(runs, monkeypatch) -> Runs:
 
         return call
 
-    for module in (all_runs, cli, resources):
+    for module in (all_runs, jobs, resources):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
     monkeypatch.setattr(models, "load_model", take(300, load_model))
     runs.measure = take(20, outcome)

@@ -18,7 +18,7 @@ from harness.results.board_evidence import step_at, step_seconds, timed_step
 from harness.results.board_rows import ORACLES
 from harness.results.columns import TableRow, csv_of
 from harness.run import cli
-from harness.run.compose import choices, composed, load
+from harness.run.compose import choices, compose, load
 from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
 from harness.settings.schema import options
@@ -43,7 +43,7 @@ def choosing(*few: str):
 
 
 def test_every_method_is_in_the_sweep():
-    asked = OmegaConf.to_container(composed(["experiment=tune"]).sweep, resolve=False)
+    asked = OmegaConf.to_container(compose(["experiment=tune"]).sweep, resolve=False)
     left_out = "full,random,triattention,infinigen-pool,oracle-sampled"
     assert asked["methods"] == f"${{choices:method,{left_out}}}"
     assert choices("method") == options("method") and set(ORACLES) <= set(options("method"))
@@ -67,7 +67,7 @@ def test_a_method_has_as_many_dense_layers_as_its_official_code(number, methods)
 
 def test_a_method_without_a_budget_runs_once_a_number_of_dense_layers():
     with choosing("full", "int4", "oracle", "quest"):
-        plan = read_plan(composed(["experiment=tune"]).sweep, ["experiment=tune"])
+        plan = read_plan(["experiment=tune"])
     configs = [(config.method_name, config.budget, config.method.dense_layers) for config in plan.runs]
     with_budget = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
     assert configs == [("full", None, 0), *product(["int4"], [None], range(3)), *with_budget]
@@ -120,7 +120,7 @@ def test_the_board_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
     asked += ["sweep.long.methods=[quest]", "sweep.over_int8=[oracle,quest]", "sweep.long_over_int8=[quest]"]
     asked += ["sweep.tasks_over_int8=[oracle]"]
     with choosing("full", "quest", "int4", "sparq"):
-        configs = read_plan(composed(asked).sweep, asked).runs
+        configs = read_plan(asked).runs
     quest = [("quest", 0.05, 2), ("quest", 0.1, 1)]
     oracle = [("oracle", 0.05, 0), ("oracle", 0.1, 0)]
     plain = [*quest, ("int4", None, 0), ("sparq", 0.05, 0), ("sparq", 0.1, 0)]
@@ -161,9 +161,9 @@ def test_without_data_and_longer_windows_a_board_remains():
     asked = ["experiment=board", "model=qwen2.5-coder-0.5b", "sweep.longer=null"]
     asked += ["sweep.over_int8=[quest]", "sweep.tasks_over_int8=[quest]", "sweep.methods=[quest,infinigen]"]
     with choosing("full", "quest", "infinigen"):
-        configs = read_plan(composed(asked).sweep, asked).runs
+        configs = read_plan(asked).runs
         own = ["method=kvzip", *asked[1:]]  # takes the place of a method of one's own
-        of_own = read_plan(composed([asked[0], *own]).sweep, [asked[0], *own]).runs
+        of_own = read_plan([asked[0], *own]).runs
     assert {what_runs(config)[:2] for config in configs} == {("code", 1024), ("tasks", 1024), ("latency", 1024)}
     numbers = {config.method.dense_layers for config in configs}
     assert len(numbers) > 1 and {config.method.dense_layers for config in of_own} == {0}
@@ -180,17 +180,17 @@ def what_runs(config: RunConfig) -> tuple[Any, ...]:
     ("model", "counts"), [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("opt-125m", (4, 32))]
 )
 def test_slower_models_get_fewer_windows_and_questions(model, counts):
-    sweep = composed(["experiment=board", f"model={model}"]).sweep
+    sweep = compose(["experiment=board", f"model={model}"]).sweep
     assert (sweep.windows, sweep.questions) == counts
-    assert composed(["experiment=board", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
+    assert compose(["experiment=board", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
 
 
 def test_an_entry_is_lenient_only_where_it_says_so():
     entry = {"method": ["full", "oracle"], "experiment": "latency"}
     with pytest.raises(UserError, match="Oracle selects by the true scores"):
-        read_plan(OmegaConf.create({"runs": [entry]}), [])
+        read_plan({"sweep": {"runs": [entry]}})
     unknown = entry | {"method": "full", "method.none": 1}
-    lenient = read_plan(OmegaConf.create({"runs": [each | {"where_allowed": True} for each in (entry, unknown)]}), [])
+    lenient = read_plan({"sweep": {"runs": [each | {"where_allowed": True} for each in (entry, unknown)]}})
     assert [each.method_name for each in lenient.runs] == ["full"] and len(lenient.left_out) == 2
 
 

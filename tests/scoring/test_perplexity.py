@@ -25,6 +25,7 @@ from harness.scoring.long_decode import Pair, Text, curve, repetition, run_long_
 from harness.scoring.perplexity import CHUNK, as_perplexity, run_perplexity
 from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
 from harness.settings.kinds import Outcome
+from harness.settings.rules import check
 from harness.settings.task_config import SamplingConfig
 from methods.base import Method
 from methods.full import Full
@@ -415,7 +416,7 @@ def test_bounds(loaded, text):
     for seq_len, prefill_len in ((60, 59), (2, 0), (2, 1)):  # no decode row
         lengths = {"seq_len": seq_len, "prefill_len": prefill_len}
         with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
-            measurement_of("perplexity").check(settings("perplexity", text, H2O(dense_layers=2), **lengths))
+            check(settings("perplexity", text, H2O(dense_layers=2), **lengths), ())
     for setting, value in (("prefill_len", 0), ("max_new_tokens", 1)):
         with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):
             load(["experiment=long_decode", f"{setting}={value}"])

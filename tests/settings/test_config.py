@@ -4,17 +4,16 @@ import dataclasses
 import re
 
 import pytest
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from harness.errors import UserError
 from harness.results.record import flat
-from harness.run.cli import in_words
-from harness.run.compose import composed, load
+from harness.run.compose import compose, load, resolved
 from harness.run.kinds import MEASUREMENTS
-from harness.run.parse import OF_THE_FILE, method_file, parse
+from harness.run.parse import OF_THE_FILE, parse
 from harness.settings.config import RunConfig
 from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
+from harness.settings.own_method import shipped
 from harness.settings.schema import CONF_DIR, options
 from harness.settings.task_config import PAPER_TASKS
 from methods.settings import settings_of
@@ -63,7 +62,7 @@ def test_a_method_file_holds_what_it_changes_of_settings_with_a_meaning_and_a_ra
     assert config.method_name == choice
     assert changes.keys() <= defaults.keys() and (choice in PRESETS or not changes)
     assert [name for name, value in changes.items() if value == defaults[name]] == []
-    assert method_file(choice).keys() == {"name", *file, *defaults}
+    assert shipped(choice)[1].keys() == {"name", *file, *defaults}
     for setting in settings_of(type(method)):
         assert setting.meaning, setting.name
         if setting.allowed is None:
@@ -180,14 +179,14 @@ REFUSED = {
     "platform=a6000-pcie3": "platform=a6000-pcie3: is modelled, nothing runs there",
     "experiment=accuracy": "experiment=accuracy: its runs are of other experiments",
     "experiment=contract codec=int4": None,
-    "experiment=contract budget=0.5": "budget=0.5: plays no part in experiment=contract; leave it out",
+    "experiment=contract budget=0.5": "budget=0.5: plays no part in kind=contract; leave it out",
     "method=infingen": "method=infingen: did you mean 'infinigen' or",
     "model=lama2-7b": "model=lama2-7b: did you mean 'llama2-7b'",
     "experiment=tasks tasks=[piqua]": "tasks=piqua: did you mean 'piqa'",
     "experiment=tasks tasks=[piqa]": "tasks=piqa: data=offline has kv_recall, passkey",
-    "data=local": "data=local needs data.root=DIR",
+    "data=local": "data=local: needs data.root=DIR",
     "data=local data.root=/nowhere": "data.root=/nowhere: no such folder",
-    "data.root=/tmp": "data.root=/tmp is read by data=local only",
+    "data.root=/tmp": "data.root=/tmp: is read by data=local only",
     "method.hevy_frac=1 method=h2o": "unknown setting method.hevy_frac: did you mean 'heavy_frac'",
     "seq_length=8": "unknown setting seq_length: did you mean 'seq_len' or 'gen_len'?",
     "model.dtpe=float32": "unknown setting model.dtpe: did you mean 'dtype'?",
@@ -197,14 +196,14 @@ REFUSED = {
     "model.path=/tmp model.hub_id=a/b": "model.path=/tmp and model.hub_id=a/b: give one of them",
     "method.alpha=-1": "method.alpha=-1.0: must be a number >= 0, inf or null",
     "method=int4 method.num_bits=3": "unknown setting method.num_bits: ",
-    "method=int4 method.codec=int8": "method.codec=int8: method=int4 has int4; choose another by method=NAME",
-    "method=full method._target_=methods.h2o.H2O": "method._target_=methods.h2o.H2O: method=full has methods.full.Full",
+    "method=int4 method.codec=int8": "unknown setting method.codec: allowed: dense_layers",
+    "method=full method._target_=methods.h2o.H2O": "unknown setting method._target_: ",
     "group_size=32": "group_size=32: codec=None has no groups; choose an integer codec",
     "codec=int8 group_size=32": None,
     "value_codec=int8": "value_codec=int8: needs codec=, the format of the keys",
     "codec=fp32 value_codec=int8 group_size=32": None,
     "rotation=hadamard": "rotation=hadamard: codec=None is not turned; choose an integer codec",
-    "method=int4-hadamard method.rotation=null": "method.rotation=None: method=int4-hadamard has hadamard",
+    "method=int4-hadamard method.rotation=null": "unknown setting method.rotation: ",
     "method=kivi residual=100": "residual=100: must be a multiple of group_size=32, above 0, with key_groups=channel",
     "method=kivi key_groups=token": "key_groups=token contradicts method=kivi: leave it out, or method=full",
     "method=kivi group_size=64 residual=192 value_codec=int4": None,
@@ -240,15 +239,17 @@ REFUSED = {
     "budget=nearest:10%": None,
     "budget=%": "budget=%: must be a share of the full cache such as 0.16 or 16%, or nearest:0.16",
     "budget=110%": "budget=110%: must be a share of the full cache such as 0.16",
-    "prefill_len=1024": "prefill_len=1024, seq_len=1024: seq_len must be at least 1026",
+    "prefill_len=1024": "seq_len=1024: must be at least 1026 with prefill_len=1024",
     "prefill_len=0": "prefill_len=0: must be at least 1 under a method",
     "kind=taks": "kind=taks: did you mean 'tasks'?",
     "kind=latency": "kind=latency: its rows are none of experiment=perplexity's table; choose an experiment of that",
-    "label=true": "label=True: must be text",
+    "label=true": None,
     "seed=true": "seed=True: must be a whole number",
-    "~seed": None,
-    "~experiment": "setting experiment is missing",
-    "~method": "method=None: allowed: ",
+    "~seed": "~seed: must be NAME=VALUE",
+    "+metadata.max_new=3": None,
+    "metadata.max_new=3": "unknown setting metadata.max_new: did you mean 'max_gen_toks'",
+    "metadata={max_new:3}": "unknown setting metadata.max_new: ",
+    "num_windows.more=3": "unknown setting num_windows.more: ",
 }
 
 
@@ -257,9 +258,9 @@ def test_refuses_that_and_no_more(command):
     if REFUSED[command] is None:
         load(command.split())
         return
-    with pytest.raises((UserError, HydraException)) as error:
+    with pytest.raises(UserError) as error:
         load(command.split())
-    said = in_words(error.value)
+    said = str(error.value)
     assert said.startswith(REFUSED[command]) and "\n" not in said
 
 
@@ -318,18 +319,17 @@ BAD_SETTINGS = [
 @pytest.mark.parametrize("command", BAD_SETTINGS)
 def test_a_value_that_cannot_be_is_refused_in_one_line_that_names_its_setting(command):
     name = command.split()[-1].partition("=")[0].partition(".")[0]
-    with pytest.raises((UserError, HydraException)) as error:
+    with pytest.raises(UserError) as error:
         load(command.split())
-    said = in_words(error.value)
+    said = str(error.value)
     assert "\n" not in said and (name in said or "experiment" in command), said
 
 
 def test_every_setting_refuses_a_wrong_type():
-    keys = flat(OmegaConf.to_container(composed()))
-    others = ("sweep.", "model.shape.", "method.name", "method._target_")
+    keys = flat(resolved(compose()))
+    others = ("sweep.", "model.shape.", "method.name")
     for key in ("model.shape", *(key for key in keys if not key.startswith(others))):
-        config = composed()
-        OmegaConf.set_struct(config, False)
+        config = compose()
         OmegaConf.update(config, key, [["a"], {"b": 1}] if key != "model.shape" else "square", merge=False)
         with pytest.raises(UserError, match=f"^{re.escape(key)}"):
-            parse(config)
+            parse(resolved(config), {"model.dtype"})

@@ -28,7 +28,7 @@ from harness.results.metrics import OF_DISK, UNMET_BUDGET
 from harness.results.record import settings_id
 from harness.run import all_runs
 from harness.run.cli import main
-from harness.run.compose import composed, load
+from harness.run.compose import load
 from harness.run.runner import Run
 from harness.run.sweep import read_plan
 from harness.settings.config import LatencyConfig
@@ -277,7 +277,7 @@ REFUSED = {
         "method=infinigen-pool", "method.pool_frac=0.5", "method.eviction=artifact",
     ],
     "platform.link_gbps=0: must be above 0": ["platform.link_gbps=0"],
-    "platform.link_gbps=3.0: sets the emulated link of platform=cpu": [*ON_CUDA, "platform.link_gbps=3"],
+    "platform.link_gbps=3: sets the emulated link of platform=cpu": [*ON_CUDA, "platform.link_gbps=3"],
     "label=ideal: names a system; .* chosen by system=NAME, and this run is infinigen": ["label=ideal"],
     "label=ideal: .* this run is offload": ["system=ideal", "placement=host", "label=ideal"],
     "prompt=null: experiment=generate needs a text": ["experiment=generate", "prompt=null"],
@@ -286,7 +286,7 @@ REFUSED = {
     "overlap=false: .*no link; use placement=host": [*ON_CUDA, "placement=managed", "platform.overlap=false"],
     "platform.device_gib=0: must be above 0": [*ON_CUDA, "system=uvm", "platform.device_gib=0"],
     "platform.device_gib=48: is for placement=managed": [*ON_CUDA, "system=offload", "platform.device_gib=48"],
-    "platform.device_gib=48 and platform.weights_on_": ["platform.device_gib=48", "platform.weights_on_device=0.5"],
+    "platform.weights_on_device=0.5: an emulated device": ["platform.device_gib=48", "platform.weights_on_device=0.5"],
     "time_limit_s=0: must be at least 1": ["time_limit_s=0"],
 }  # fmt: skip
 
@@ -389,7 +389,7 @@ def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
 def test_a_speed_grid_times_every_label_at_every_shape():
     """On the CPU; what a card has beside them is tested with its size."""
     chosen = ["experiment=speedup-paper", "sweep.fixed_fetch=64", "sweep.shapes=[[8,384],[4,1920]]", "platform=cpu"]
-    plan = read_plan(composed(chosen).sweep, chosen)
+    plan = read_plan(chosen)
     timed = [(config.label, config.latency.batch_size, config.latency.prompt_len) for config in plan.runs]
     assert sorted(timed) == sorted((label, *shape) for label in ON_A_LINK for shape in ((8, 384), (4, 1920)))
     assert len(plan.left_out) == 2 * 2, "managed memory is CUDA's"
@@ -419,7 +419,7 @@ def test_a_speed_grid_is_sized_to_the_card(monkeypatch, gib, more, left_out, rea
         card(monkeypatch, gib)
     shapes = f"sweep.shapes={[[batch, 1920] for batch in BATCHES]}"
     chosen = ["experiment=speedup-paper", shapes, "platform=cuda", "model=opt-13b", "model.weights=random", *more]
-    plan = read_plan(composed(chosen).sweep, chosen)
+    plan = read_plan(chosen)
     managed = {(config.label, config.latency.batch_size) for config in plan.runs if config.placement == "managed"}
     every = {(label, batch) for label in ("uvm", "uvm+h2o") for batch in BATCHES}
     assert every - managed == set(left_out)

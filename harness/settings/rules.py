@@ -1,0 +1,289 @@
+"""What the settings of a run must be together: `check` raises a `UserError` for the first rule that
+is broken. Each setting's own type and range is in `harness.settings.config`.
+
+A rule names a setting, says whether it is wrong, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, get_args
+
+from harness.errors import UserError, nearest
+from harness.settings import codecs, systems
+from harness.settings.codecs import GROUP_SIZE, is_float, takes
+from harness.settings.config import BEHIND_LINK, RUNNING, RunConfig, Statistic
+from harness.settings.kinds import BOARD, find
+from harness.settings.schema import kind_of, options
+
+Rules = Iterator[tuple[str, object, str]]
+"""A setting, whether it is wrong, and why, for each rule."""
+
+
+def check(config: RunConfig, given: Collection[str]) -> None:
+    """Raise UserError for settings that contradict one another or play no part in this kind of run.
+
+    given: the names of those that the user gave.
+    """
+    _check_budget(config, given)
+    systems.check_gpu_cache(config.method, config.gpu_cache)
+    if find(config.kind).live:
+        systems.check_combination(config.method, config.placement, config.gpu_cache)
+    for rules in (_of_rows, _of_sources, _of_machines, _of_links, _of_kinds, *_OF[config.kind]):
+        for setting, is_wrong, why in rules(config):
+            if is_wrong:
+                raise UserError(f"{setting}={_as_typed(_value(config, setting))}: {why}")
+
+
+def _value(config: RunConfig, setting: str) -> Any:
+    """The value of a setting as the user names it."""
+    if setting == "method":
+        return config.method_name
+    if setting in ("data", "platform"):
+        setting += ".name"
+    for group in (config.task, config.sampling, config.latency):
+        if hasattr(group, setting):
+            return getattr(group, setting)
+    return attrgetter(setting)(config)
+
+
+def _as_typed(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _check_budget(config: RunConfig, given: Collection[str]) -> None:
+    """Raise UserError for a budget that the method cannot have, or sets beside a given setting."""
+    budget, method = config.budget, config.method
+    if budget is None:
+        return
+    where = f"budget={budget:g}"
+    try:
+        with_it: object = method.with_budget(budget)
+    except ValueError as error:
+        near = f"budget=nearest:{budget:g} takes the nearest that it allows"
+        raise UserError(f"{where}: method={config.method_name}: {error}; {near}") from error
+    from methods.base import Method  # loaded with the method
+
+    if not isinstance(with_it, Method):
+        wrong = f"with_budget returned {with_it!r}; allowed: the method with this budget"
+        raise UserError(f"method={config.method_name}: {wrong}")
+    for field in fields(method):
+        setting, value = f"method.{field.name}", getattr(method, field.name)
+        is_given = setting in given and value is not None
+        if is_given and getattr(with_it, field.name) != value:
+            raise UserError(f"{setting}={value}: {where} sets it; leave one of them out")
+
+
+def _of_rows(config: RunConfig) -> Rules:
+    """How rows are stored."""
+    keys, values, size = config.codec, config.value_codec or config.codec, config.group_size
+    needs = "needs codec=, the format of {}; fp32 is exact"
+    yield "value_codec", config.value_codec and not keys, needs.format("the keys")
+    yield "codec_layers", config.codec_layers and not keys, needs.format("other layers")
+    known, shipped_keys = codecs.codec_names(), None if config.own_codec else keys
+    for setting, codec in (("codec", shipped_keys), ("value_codec", config.value_codec)):
+        if codec is not None and codec not in known:
+            yield setting, True, nearest(codec, known)
+    formats, dense = {keys, values}, config.method.dense_layers
+    for layers in codecs.layer_formats(config.codec_layers or ()):
+        formats |= {layers.keys, layers.values}
+        if layers.last is not None and layers.last < dense:
+            are_dense = f"method.dense_layers={dense} leaves these layers as they are"
+            named = f"codec_layers=[{layers.words}]"
+            raise UserError(f"{named}: {are_dense}; name later ones, or set it to 0")
+    words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
+    instead = "choose an integer codec"
+    has_groups = any(takes(name, "group_size") for name in formats)
+    yield "group_size", size != GROUP_SIZE and not has_groups, f"{words} has no groups; {instead}"
+    is_turned = takes(keys, "rotation") and takes(values, "rotation")
+    yield "rotation", config.rotation and not is_turned, f"{words} is not turned; {instead}"
+    residual, by_channel = config.residual, config.key_groups == "channel"
+    are_exact = all(name is None or is_float(name) for name in (keys, values))
+    yield "residual", residual and are_exact, f"{words} leaves no token behind; {instead}"
+    no_channels = by_channel and not codecs.is_integer(keys)
+    yield "key_groups", no_channels, f"codec={keys} has no groups; {instead}"
+    shipped = formats.intersection(known)
+    is_tiled = any(codecs.codec_named(name, group_size=size).span > 1 for name in shipped if name)
+    is_ragged = residual == 0 or residual % size != 0
+    whole = f"must be a multiple of group_size={size}, above 0, with "
+    whole += "key_groups=channel" if by_channel else words
+    yield "residual", (by_channel or is_tiled) and is_ragged, whole
+    reads_few = f"method={config.method_name} does not read all that is cached"
+    yield "residual", residual and not config.method.reads_all, reads_few
+
+
+def _of_sources(config: RunConfig) -> Rules:
+    """Model, tasks and texts."""
+    model, data, corpus = config.model, config.data, config.corpus
+    is_random, is_local = model.weights == "random", data.name == "local"
+    yield "data", is_local and data.root is None, "needs data.root=DIR, with a folder a data set"
+    yield "data.root", not is_local and data.root, f"is read by data=local only, not by {data.name}"
+    yield "corpus.seed", corpus.seed is not None and not corpus.spread, "needs corpus.spread=true"
+    reads_ids = "model.weights=random reads random token ids; leave it out, or pretrained"
+    needs_ids = "needs model.weights=random; allowed: offline"
+    for name, text in (("corpus", corpus), ("calibration", config.calibration)):
+        yield f"{name}.path", is_random and text.path, reads_ids
+        yield f"{name}.name", not is_random and text.name == "random", needs_ids
+    no_source = model.gguf_file and not (model.hub_id or model.path)
+    yield "model.gguf_file", no_source, "needs model.hub_id=, or model.path= of its folder"
+
+
+def _of_machines(config: RunConfig) -> Rules:
+    """Platform and device."""
+    kind, platform, device = find(config.kind), config.platform, config.model.device
+    name, is_sheet, gib = platform.name, platform.sheet is not None, platform.device_gib
+    streams = platform.weights_on_device < 1
+    no_run = "is modelled, nothing runs there; allowed here: cpu, cuda"
+    yield "platform", is_sheet and not kind.modelled, no_run
+    yield "platform.name", not is_sheet and name not in RUNNING, nearest(name, RUNNING)
+    of_cpu = "sets the emulated link of platform=cpu; leave it null"
+    yield "platform.link_gbps", platform.link_gbps and name != "cpu", of_cpu
+    none = f"experiment={config.experiment} decodes through no"
+    yield "platform.device_gib", gib and not kind.live, f"{none} device memory; leave it out"
+    yield "platform.weights_on_device", streams and not kind.live, f"{none} link; leave it out"
+    all_there = "an emulated device holds all weights; leave out platform.device_gib"
+    yield "platform.weights_on_device", streams and gib and name == "cpu", all_there
+    of_cuda = f"needs platform=cuda; allowed on {name}: auto, {name}"
+    yield "model.device", device == "map" and name != "cuda", of_cuda
+    other = device not in ("map", "cpu" if is_sheet else name)
+    yield "model.device", other, f"contradicts platform={name}; leave one of them out"
+
+
+def _of_links(config: RunConfig) -> Rules:
+    """Where the cache lies in live decoding, and what crosses a link."""
+    platform, placement = config.platform, config.placement
+    if not find(config.kind).live:
+        return
+    on_disk, managed = placement == "disk", placement == "managed"
+    name, streams = platform.name, platform.weights_on_device < 1
+    here = f"needs platform=cuda; allowed on {name}: device, host"
+    yield "placement", managed and name != "cuda", here
+    there = "needs platform=cpu; allowed on cuda: device, host, managed"
+    yield "placement", on_disk and name != "cpu", there
+    no_link = f"placement={placement} uses no link; use placement=host"
+    yield "platform.overlap", placement not in BEHIND_LINK and not platform.overlap, no_link
+    no_weights = f"no weights cross to placement={placement}; use placement=host"
+    yield "platform.weights_on_device", streams and placement != "host", no_weights
+    own_rate = "placement=disk has the disk's own rate; leave it null"
+    yield "platform.link_gbps", platform.link_gbps and on_disk, own_rate
+    yield "platform.disk_dir", platform.disk_dir and not on_disk, "is for placement=disk alone"
+    of_card = platform.device_gib and name == "cuda" and not managed and config.kind != "capacity"
+    smaller = "is for placement=managed and kind=capacity; leave it null"
+    yield "platform.device_gib", of_card, smaller
+
+
+def _of_kinds(config: RunConfig) -> Rules:
+    """What plays no part in a kind of run."""
+    kind, no_part = config.kind, f"plays no part in kind={config.kind}; leave it out"
+    no_codec = kind in ("advise", "trust", "analysis")
+    yield "budget", config.budget is not None and (no_codec or kind == "contract"), no_part
+    yield "codec", config.codec is not None and no_codec, no_part
+    yield "prompt", config.prompt is not None and kind != "generate", "needs experiment=generate"
+    usual = kind_of(config.experiment)
+    if usual is not None:
+        tables = {find(usual).table, *(("latency",) if config.experiment == BOARD else ())}
+        if find(kind).table not in tables:
+            others = [name for name in options("experiment") if kind_of(name) == kind]
+            no_row = f"its rows are none of experiment={config.experiment}'s table; choose an "
+            no_row += f"experiment of that kind: {', '.join(others) or 'none here is'}"
+            yield "kind", True, no_row
+
+
+def _of_perplexity(config: RunConfig) -> Rules:
+    prefill, needed = config.prefill_len, max(1, config.prefill_len) + 2
+    least = f"must be at least {needed} with prefill_len={prefill}, for a row that predicts a token"
+    yield "seq_len", config.seq_len < needed, least
+    no_prompt = prefill < 1 and not config.method.reads_all
+    yield "prefill_len", no_prompt, "must be at least 1 under a method"
+
+
+def _of_turns(config: RunConfig) -> Rules:
+    both = "kind=turns asks each question both ways; leave it out"
+    yield "prefill", config.prefill != "auto", both
+    cuts = "kind=turns would cut a context differently for each question"
+    yield "too_long", config.task.too_long == "truncate", cuts
+
+
+def _of_one_text(config: RunConfig) -> Rules:
+    config.sampling.rule()
+    one_text = f"kind={config.kind} writes one text a prompt; leave it out"
+    yield "repeats", config.sampling.repeats > 1, one_text
+
+
+def _of_long_decode(config: RunConfig) -> Rules:
+    # The dense pass of a prompt gives the first token; a method decodes from the second on.
+    new = config.max_new_tokens
+    yield "prefill_len", config.prefill_len < 1, "must be at least 1 in kind=long_decode"
+    yield "max_new_tokens", new is None or new < 2, "must be at least 2 in kind=long_decode"
+
+
+def _of_generate(config: RunConfig) -> Rules:
+    yield "prompt", not config.prompt, "experiment=generate needs a text to go on from"
+
+
+def _of_capacity(config: RunConfig) -> Rules:
+    from methods.extras import NeedsInputs, RereadsPrompt  # loaded with the method
+
+    platform, hits = config.platform, config.capacity.hit_frac
+    placed = config.placement in ("device", "host")
+    yield "placement", not placed, "allowed in kind=capacity: device, host"
+    for base, why in (
+        (NeedsInputs, "needs the inputs of the layers, for which each prompt runs in one pass"),
+        (RereadsPrompt, "reads each prompt again and holds the states of all layers meanwhile"),
+    ):
+        yield "method", isinstance(config.method, base), f"{why}; kind=capacity does not size it"
+    hides = "kind=capacity is about transfers beside the computation, of pinned memory"
+    yield "platform.overlap", not platform.overlap, hides
+    yield "platform.pinned", not platform.pinned, hides
+    one = "kind=capacity is about one device; allowed: auto, cpu, cuda"
+    yield "model.device", config.model.device == "map", one
+    all_there = "kind=capacity has all weights on the device; leave it out"
+    yield "platform.weights_on_device", platform.weights_on_device < 1, all_there
+    unsized = platform.name == "cpu" and platform.device_gib is None
+    of_emulated = "kind=capacity needs the memory of the emulated device, in GiB"
+    yield "platform.device_gib", unsized, of_emulated
+    needs_hits = platform.sheet is not None and config.gpu_cache > 0
+    unknown = "on a modelled machine nobody knows which rows are asked for again; give the share "
+    unknown += "that was measured (`found on device`), from 0 to below 1"
+    yield "capacity.hit_frac", needs_hits and hits is None, unknown
+    no_rows = "is for gpu_cache on a modelled machine; leave it null"
+    yield "capacity.hit_frac", hits is not None and not needs_hits, no_rows
+
+
+def _of_advise(config: RunConfig) -> Rules:
+    needs = "kind=advise needs a modelled machine of conf/platform"
+    yield "platform", config.platform.sheet is None, needs
+
+
+def _of_analysis(config: RunConfig) -> Rules:
+    statistic, method = config.analysis.statistic, config.method
+    allowed = ", ".join(get_args(Statistic))
+    yield "analysis.statistic", statistic is None, f"kind=analysis needs one of {allowed}"
+    one = "kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
+    yield "model.device", config.model.device == "map", one
+    one_part = "kind=analysis reads one part of the text; leave it out"
+    yield "corpus.spread", config.corpus.spread, one_part
+    chooses = method.reads_all or method.when != "kept"
+    compares = "analysis.statistic=similarity compares h2o or streaming"
+    yield "method", statistic == "similarity" and chooses, compares
+
+
+_OF: dict[str, tuple[Callable[[RunConfig], Rules], ...]] = {
+    "perplexity": (_of_perplexity,),
+    "tasks": (),
+    "turns": (_of_turns,),
+    "long_decode": (_of_long_decode, _of_one_text),
+    "latency": (),
+    "capacity": (_of_capacity,),
+    "advise": (_of_advise,),
+    "generate": (_of_generate, _of_one_text),
+    "contract": (),
+    "trust": (),
+    "analysis": (_of_analysis,),
+}
