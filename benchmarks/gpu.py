@@ -258,7 +258,7 @@ class Benchmark:
 
 
 def _has_failed(todo: Run) -> bool:
-    record, _ = todo.found()
+    record = todo.found()
     return record is not None and record["status"] == "failed"
 
 

@@ -31,15 +31,8 @@ TIMES = {
     "total_s": "speedup over offload,\nprefill + decode (x)",
     "decode_s": "speedup over offload,\ndecode alone (x)",
 }
-DECODE = "decode (the system's colour)"
-VALUE: Any = {"ha": "center", "va": "bottom", "fontsize": 6}
-"""Of the number above a bar."""
-MARKER_POINTS = 3.5
-"""Of a number above the paper's marker."""
 NEAR = 0.1
 """Share of the axis within which a published value hides the number above a bar."""
-TEN = 10
-"""Seconds below which a bar's number has a decimal."""
 SEGMENTS = {
     "attention_s": (style.BLUE, ""),
     "ffn_s": (style.GREEN, "xx"),
@@ -59,16 +52,17 @@ def fig14(table: pd.DataFrame) -> Figure | None:
         style.mark_published(axes, centres, points)
         tops = centres.iloc[0]
         style.name_bars(axes, tops, tops.index)
-        axes.bar(0, 0, 0, label=DECODE, color=style.GREY)
+        axes.bar(0, 0, 0, label="decode (the system's colour)", color=style.GREY)
         marked = points[points.series.isin(tops.index)].set_index("series").value
         near = NEAR * max([panel.total_s.max(), *marked])
         for row in panel.dropna(subset="total_s").itertuples():
-            words = f"{row.total_s:,.1f}" if row.total_s < TEN else f"{row.total_s:,.0f}"
-            top, rise = row.total_s, 1.5
+            words = f"{row.total_s:,.1f}" if row.total_s < 10 else f"{row.total_s:,.0f}"
+            top, points_above = row.total_s, 1.5
             if abs(marked.get(row.label, math.inf) - top) < near:  # it would hide the number
-                top, rise = max(top, marked[row.label]), MARKER_POINTS
+                top, points_above = max(top, marked[row.label]), 3.5
+            place: Any = {"xytext": (0, points_above), "textcoords": "offset points"}
             at = tops[row.label], top
-            axes.annotate(words, at, (0, rise), textcoords="offset points", **VALUE)
+            axes.annotate(words, at, **place, ha="center", va="bottom", fontsize=6)
 
     return _draw_timed(table, data.TIMED_SETUP, draw)
 

@@ -82,7 +82,7 @@ VERMILION, GREY, LIGHT_GREY = (COLORS[name] for name in ("vermilion", "grey", "l
 FULL, CHANCE, PREFILL = "Full cache", "chance", "prefill (light)"
 OF_PAPER = "published (RTX A6000)"
 QUANTIZED = "INT8/4/2/1"
-WIDTH = re.compile(r"INT[1248]")
+WIDTH, WIDTHS = re.compile(r"INT[1248]"), re.compile(r"INT[1248](/[1248])*")
 ASKED, NOT_ASKED = r"(?:^|, )budget=", "budget not set"
 """In the settings of a run that was asked for a budget, and the words for a run that was not."""
 LOOKS = {label: Look(*look) for label, look in REGISTRY["looks"].items()}
@@ -108,8 +108,8 @@ def look(label: str) -> Look:
 
     A label that is not listed gets a look by its spelling, or the next that no other label has.
     """
-    if _listed(label) in LOOKS:
-        return LOOKS[_listed(label)]
+    if label in LOOKS:
+        return LOOKS[label]
     if label not in _given:
         first = zlib.crc32(label.encode()) % len(OTHERS)
         in_turn = [*OTHERS[first:], *OTHERS[:first]]
@@ -131,17 +131,14 @@ def ordered(labels: Iterable[str]) -> list[str]:
 
 def _rank(label: str) -> int:
     known = [*LOOKS, "", PREFILL, CHANCE, OF_PAPER]
-    name = _listed(label.partition(",")[0])
-    return known.index(name if name in known else "")
+    names = label.removesuffix(OWN_MARK).partition(",")[0], _method(label), ""
+    return next(known.index(name) for name in names if name in known)
 
 
-def _listed(label: str) -> str:
-    """The label of `LOOKS` that stands for this one.
-
-    Several bit widths, such as INT8/4, look like all four.
-    """
-    label = label.removesuffix(OWN_MARK)
-    return QUANTIZED if re.fullmatch(r"INT\d(/\d)+", label) else label
+def _method(text: str) -> str:
+    """What stands before the first comma; one name for all widths of an integer codec."""
+    name = text.removesuffix(OWN_MARK).partition(",")[0]
+    return QUANTIZED if WIDTHS.fullmatch(name) else name
 
 
 def in_sequence(series: Iterable[str]) -> dict[str, Look]:
@@ -220,12 +217,6 @@ def mark_own(axes: Axes, rows: pd.DataFrame) -> None:
             axis.set_ticklabels([marked(text) for text in texts])
 
 
-def _method(text: str) -> str:
-    """What stands before the first comma; one name for all widths of an integer codec."""
-    name = text.partition(", ")[0]
-    return QUANTIZED if WIDTH.fullmatch(name) else _listed(name)
-
-
 def finish(figure: Figure, note: str) -> Figure:
     """Put one legend of all panels above them, and the note below."""
     handles: dict[str, Artist] = {}
@@ -302,8 +293,10 @@ def budget_lines(axes: Axes, rows: pd.DataFrame, *, codecs: str) -> None:
     setting, are a second line of hollow markers.
     """
     methods = rows[rows.label != FULL]
-    names = methods.label.where(~methods.label.str.fullmatch(WIDTH), codecs)
-    points = methods.assign(label=names, name=names, x=100 * methods["budget"], y=methods.value)
+    is_codec = methods.label.str.fullmatch(WIDTH)
+    like = methods.label.mask(is_codec, codecs if codecs in LOOKS else QUANTIZED)
+    names = methods.label.mask(is_codec, codecs)
+    points = methods.assign(label=like, name=names, x=100 * methods["budget"], y=methods.value)
     asked = methods.settings.str.contains(ASKED)
     is_second = ~asked & asked.groupby(names).transform("any")
     draw_lines(axes, points[~is_second])

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperBar, quantity
-from harness.results.columns import PUBLISHED_CSV
+from harness.results.columns import published
 from harness.results.metrics import MISSING, SEGMENTS
 
 POINT = ["model", "series", "x_name", "x", "metric"]
@@ -21,7 +21,7 @@ def compared(figure: str, tables: Collection[pd.DataFrame]) -> pd.DataFrame:
 
     tables: our own. Ours is missing where a row that it needs is absent, emulated, or there twice.
     """
-    numbers = pd.read_csv(PUBLISHED_CSV, dtype=str, keep_default_na=False)
+    numbers = published()
     numbers = numbers[numbers["figure"] == figure].reset_index(drop=True)
     if numbers.empty or not tables:
         return pd.DataFrame()

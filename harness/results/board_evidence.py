@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from harness.errors import UserError
-from harness.results.columns import IDENTITY, TABLES, WORDS, names, picked, read_frame
+from harness.results.columns import IDENTITY, TABLES, names, read_frame, with_columns
 from harness.results.record import Record, in_words
 from harness.results.samples import is_full
 from harness.settings.kinds import OF_CODECS
@@ -58,16 +58,6 @@ def evidence_of(records: Iterable[Record]) -> dict[str, pd.DataFrame]:
     return found
 
 
-def ordered(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a table of evidence by label, budget, length, text or task, and number."""
-    keys = [
-        "model", "label", "asked_budget", "seq_len", "text", "task", "dense_layers", "run_id",
-        "window", "context_id",
-    ]  # fmt: skip
-    filled = rows.fillna({"asked_budget": 1, "dense_layers": 0})
-    return rows.loc[filled.sort_values([key for key in keys if key in rows]).index]
-
-
 def _run(record: Record) -> dict[str, Any]:
     """The columns that say what a run is of."""
     config = record["config"]
@@ -89,12 +79,12 @@ def _windows(record: Record) -> Iterator[dict[str, Any]]:
     """The windows of a run on a text. A window without a place is its number among them."""
     ((text, entries),) = record["metrics"].items()
     windows = record["samples"]["windows"]
-    common = _run(record) | picked(entries, ("device_frac", "resident_frac"))
+    common = _run(record) | _picked(entries, ("device_frac", "resident_frac"))
     common |= {"text": Path(text).name, "seq_len": record["config"]["seq_len"]}
     common["family"] = _family(record, entries["budget"])
     for number, window in enumerate(windows):
         place = window.get("place", number / len(windows))
-        yield common | picked(window, ("kl_nats", "budget")) | {"window": number, "place": place}
+        yield common | _picked(window, ("kl_nats", "budget")) | {"window": number, "place": place}
 
 
 def _family(record: Record, budget: float) -> str:
@@ -109,7 +99,7 @@ def _family(record: Record, budget: float) -> str:
 def _answers(record: Record) -> Iterator[dict[str, Any]]:
     """The contexts of the tasks that are scored by `acc`."""
     for task, entries in record["metrics"].items():
-        shares = picked(entries, ("budget", "device_frac", "resident_frac"))
+        shares = _picked(entries, ("budget", "device_frac", "resident_frac"))
         samples = pd.DataFrame(record["samples"].get(task, ()))
         answered = samples.reindex(columns=["acc", "context", "context_tokens"]).dropna(
             subset="acc"
@@ -132,12 +122,17 @@ def _step(record: Record, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]
     if step:
         run = _run(record)
         run["label"] = labels.get(_method_in_words(record), run["label"])
-        yield run | step | picked(record["metrics"], ("gen_len", "budget", "source"))
+        yield run | step | _picked(record["metrics"], ("gen_len", "budget", "source"))
+
+
+def _picked(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The entries of these names; None for one that is not there."""
+    return {name: entries.get(name) for name in names}
 
 
 def _method_in_words(record: Record) -> str:
     config = record["config"]
-    codecs = picked(config, OF_CODECS).values()
+    codecs = _picked(config, OF_CODECS).values()
     settings = [config["model"]["name"], config["method_name"], config.get("method"), *codecs]
     return json.dumps(settings, sort_keys=True)
 
@@ -159,7 +154,7 @@ def timed_step(metrics: Mapping[str, Any]) -> dict[str, Any]:
     if metrics["h2d_bytes"] is None:
         return {}
     steps = metrics["gen_len"] - 1
-    step = picked(metrics, ("platform", "batch_size", "prompt_len", "link_bytes_per_s"))
+    step = _picked(metrics, ("platform", "batch_size", "prompt_len", "link_bytes_per_s"))
     step["compute_s"] = (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps
     step["link_bytes"] = metrics["h2d_bytes"] / steps
     step["late_bytes"] = metrics["late_bytes"] / steps
@@ -228,9 +223,9 @@ def read(results: Path) -> Evidence:
 
 def _read(folders: Sequence[Path], name: str) -> pd.DataFrame:
     """A table of all folders, its `asked_budget` as `own_budget`."""
-    columns, identity = names(TABLES[SHAPES[name]]), list(IDENTITY[SHAPES[name]])
-    dtypes = {column: "str" if column in WORDS else float for column in columns}
-    frames = [pd.DataFrame(columns=[*columns, "folder"]).astype({**dtypes, "folder": int})]
+    shape = SHAPES[name]
+    identity = list(IDENTITY[shape])
+    frames = [with_columns(pd.DataFrame(), shape).assign(folder=0)]
     for number, folder in enumerate(folders):
         path = table_to_read(folder, f"{name}.csv")
         if path is None:

@@ -5,8 +5,9 @@ the board in sentences. All take the methods as a frame of `columns.BOARD`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -103,7 +104,7 @@ def _ranges(rows: pd.DataFrame, column: Metric, between: str = " to ") -> list[s
     return [show_range(column, each, between) for each in ends]
 
 
-SHOWN = {
+SHOWN: Mapping[str, Callable[[pd.DataFrame], Any]] = {
     "rank": _places, "ratio": _ratios, "answers_difference": _differences, "step_s": _steps,
 }  # fmt: skip
 """By column, what shows it together with others; any other column is shown by itself, or as the

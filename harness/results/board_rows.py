@@ -76,11 +76,7 @@ def board_of(evidence: Evidence, claims: Any) -> Board:
 
     has_own = lines["has_own_windows"] | lines["has_own_answers"].eq(True)
     lines["shipped"] = np.where(has_own, "", "yes")
-    lines["is_apart"], lines["source"], pairs["source"] = (
-        lines["apart"] != "",
-        "measured",
-        "measured",
-    )
+    lines = lines.assign(is_apart=lines["apart"] != "", source="measured")
     lines = lines.fillna(dict.fromkeys(["answers_note", "step_source", "step_on"], ""))
     lines = _sorted(lines, "is_apart", "ratio", "label")
     pairs = _sorted(pairs[pairs["over"] == first], "line", "line_of_other")
@@ -263,7 +259,7 @@ def _pairs(compared: pd.DataFrame, shown: pd.DataFrame) -> pd.DataFrame:
     pairs["p_holm"] = pairs.groupby(SETTING)["p"].transform(holm)
     closer = pairs["label"].where(pairs["ratio"] < 1, pairs["other"])
     pairs["closer"] = closer.where(pairs["p_holm"] <= LEVEL, "")
-    return pairs
+    return pairs.assign(source="measured")
 
 
 def _ranks(compared: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
@@ -429,8 +425,8 @@ def judged(claims: Any, windows: pd.DataFrame, answers: pd.DataFrame) -> pd.Data
 
     A claim holds where the whole 95 % interval of its number is on the claimed side. One about
     methods that did not run has one row. Columns: those of a claim; `mean`, `low` and `high` of
-    the logarithm of the ratio of KL, or of the difference of answers; `num_questions` or
-    `num_windows`; `verdict`.
+    the logarithm of the ratio of KL, or of the difference of answers; `count` of windows or
+    questions; `verdict`.
     """
     names = ["claim", "of", "label", "other", "budgets", "at_most", "less"]
     said = pd.DataFrame(claims, columns=names).explode("budgets", ignore_index=True)

@@ -6,10 +6,8 @@ as well. Imports neither torch nor pandas.
 
 from __future__ import annotations
 
-import csv
-import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +16,6 @@ from harness.results.metrics import (
     COLUMNS,
     DECODE_RATE,
     IN_GIB,
-    NEWER_OF_SERVING,
     OF_SOME_RUNS,
     SEGMENTS,
     SERVING,
@@ -258,113 +255,3 @@ def published() -> pd.DataFrame:
     import pandas as pd  # here, as a command's help needs no pandas
 
     return pd.read_csv(PUBLISHED_CSV, dtype=str, keep_default_na=False)
-
-
-# Tables as lists of rows
-
-
-OPTIONAL = (
-    *names((*OF_SOME_RUNS, *NEWER_OF_SERVING)),
-    "repeats_stderr", "unmet_budget", "num_contexts", "num_windows", "family",
-)  # fmt: skip
-ANEW = "delete it, and repeat a run of its experiment, which writes it anew"
-
-
-def picked(row: Mapping[str, Any], names: Iterable[str]) -> TableRow:
-    """The values of these columns; None for a column that the row lacks."""
-    return {name: row.get(name) for name in names}
-
-
-def values(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
-    """The values of one column."""
-    return [row[name] for row in rows]
-
-
-def where(rows: Iterable[R], name: str, value: Any) -> list[R]:
-    """The rows with this value of a column."""
-    return [row for row in rows if row[name] == value]
-
-
-def having(rows: Iterable[R], *names: str) -> list[R]:
-    """The rows that have a value in each of these columns."""
-    return [row for row in rows if all(row.get(name) is not None for name in names)]
-
-
-def with_values(columns: Iterable[Metric], rows: Sequence[TableRow]) -> list[Metric]:
-    """The columns, each once, in which any row has a value."""
-    return [column for column in dict.fromkeys(columns) if having(rows, column.name)]
-
-
-def grouped(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The rows by key, in the order in which the keys and the rows come."""
-    groups: dict[K, list[T]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
-def is_part(row: TableRow) -> bool:
-    """Whether a row is of a chunk of its text, or of some depths of its task."""
-    return str(row["task"]).endswith("]")
-
-
-def is_depth(row: TableRow) -> bool:
-    """Whether a row is of some depths of its task."""
-    return str(row["task"]).endswith(" %]")
-
-
-def typed(row: Mapping[str, str]) -> TableRow:
-    """A line of a CSV as a table row; an empty number is None.
-
-    A number without a point stays an int, so the row is written as it was read. One of very many
-    digits is a float, or infinite, which `check` refuses. Raises ValueError for other words in a
-    column of numbers.
-    """
-    found: TableRow = {}
-    for name, text in row.items():
-        if column(name).digits is None:
-            is_marked = text.startswith("'") and FORMULA.match(text)
-            found[name] = text[1:] if is_marked else text
-        elif not text:
-            found[name] = None
-        else:
-            is_integer = text.isdecimal() and len(text) <= MAX_DIGITS
-            found[name] = int(text) if is_integer else float(text)
-    return found
-
-
-def as_cell(words: str) -> str:
-    """Words as a cell of a CSV that no spreadsheet computes."""
-    return f"'{words}" if FORMULA.match(words) else words
-
-
-def read_table(path: Path) -> list[TableRow]:
-    """The rows of a table's CSV. Raises UserError as `read_frame`."""
-    read_frame(path)
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        return [typed(row) for row in csv.DictReader(lines)]
-
-
-def check(columns: Sequence[Metric], rows: Iterable[TableRow]) -> None:
-    """Raise ValueError for words among numbers, or the reverse."""
-    for row, column in itertools.product(rows, columns):
-        value = row.get(column.name)
-        if value is not None and isinstance(value, str) != (column.digits is None):
-            raise ValueError(f"{column.name}={value!r}"[:60])
-
-
-def render_csv(columns: Sequence[Metric], rows: Sequence[TableRow]) -> str:
-    """The rows under `columns` as CSV. Other keys are left out."""
-    import pandas as pd  # here, as a command's help needs no pandas
-
-    frame = pd.DataFrame(rows, columns=names(columns), dtype=object)  # which leaves an int an int
-    for column in columns:
-        if column.digits is None:
-            frame[column.name] = frame[column.name].map(as_cell, na_action="ignore")
-    return frame.to_csv(index=False, lineterminator="\n")
-
-
-def published_rows() -> list[dict[str, str]]:
-    """Numbers that papers and other projects give."""
-    with PUBLISHED_CSV.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))

@@ -75,7 +75,6 @@ BUDGET = Metric("budget", "budget", PERCENT, 1, logarithmic=True)
 """Share of the full cache that a decode step reads. Under offloading it crosses the link."""
 UNMET_BUDGET = Metric("unmet_budget", "budget asked for", PERCENT, 1)
 """The budget that was asked for, where the run's own differs from it by more than a tenth."""
-BUDGET_ARTIFACT = Metric("budget_artifact", "budget as the artifact counts it", PERCENT, 1)
 DEVICE_FRAC = Metric("device_frac", "read on device", PERCENT, 1)
 RESIDENT_FRAC = Metric("resident_frac", "resident", PERCENT, 1)
 TOKENS_EVICTED = Metric("tokens_evicted", "tokens evicted", NUMBER, 1)
@@ -95,7 +94,6 @@ models have local layers, recurrent layers or latents."""
 # Scores of texts and tasks: `harness/scoring`, by the name in a table's column `metric`
 
 KL = Metric("kl_nats", "KL", NATS, 4, logarithmic=True)
-TOP1 = Metric("top1_agreement", "top-1 agreement", PERCENT, 1)
 ATTENTION_ERROR = Metric("attention_error", "attention error", PERCENT, 1, logarithmic=True)
 ATTENTION_ERROR_P95 = Metric("attention_error_p95", "attention error, p95", PERCENT, 1)
 SCORES = (
@@ -108,7 +106,7 @@ SCORES = (
     Metric("perplexity", "perplexity", POSITIVE, 3),
     Metric("perplexity_full", "full cache's perplexity", POSITIVE, 3),
     KL,
-    TOP1,
+    Metric("top1_agreement", "top-1 agreement", PERCENT, 1),
     Metric("attention_recall", "attention recall", PERCENT, 1),
     ATTENTION_ERROR,
     ATTENTION_ERROR_P95,
@@ -189,52 +187,40 @@ SEGMENTS = (
 )
 """Seconds of one block in one decode step (Fig 18); transfer is the time that no compute hides."""
 DECODE_RATE = Metric("decode_tokens_per_s", "decode tokens/s", NUMBER, 2)
-SEQUENCE_RATE = Metric("sequence_tokens_per_s", "tokens/s of a sequence", NUMBER, 2)
 TPOT = Metric("tpot_p50_s", "TPOT p50", MS, 2)
-OF_SPREAD = (
-    Metric("tpot_p99_s", "TPOT p99", MS, 2),
-    Metric("tpot_std_s", "TPOT std", MS, 2),
-    Metric("ttft_spread_s", "TTFT std over repeats", MS, 1),
-    Metric("tpot_spread_s", "TPOT std over repeats", MS, 2),
-)
-HOST_KV_BYTES = Metric("host_kv_bytes", "KV in host memory", IN_MIB, 1)
-DEVICE_KV_BYTES = Metric("device_kv_bytes", "KV on device", IN_MIB, 1)
-OF_LINK = (
-    Metric("link_utilisation", "link busy", PERCENT, 1),
-    Metric("hit_rate", "hit rate", PERCENT, 1),
-)
 OF_DISK = (
     Metric("disk_read_bytes", "read from disk", IN_GIB, 3),
     Metric("read_amplification", "bytes read / bytes of rows", NUMBER, 2),
     Metric("disk_kv_bytes", "KV on disk", IN_MIB, 1),
 )
-LINK_BYTES_PER_S = Metric("link_bytes_per_s", "link", GIB_PER_S, 2)
 SERVING = (
     Metric("ttft_s", "TTFT", MS, 1),
     Metric("decode_s", "decode", MS, 1),
     Metric("total_s", "total", MS, 1),
     Metric("tokens_per_s", "tokens/s", NUMBER, 2),
     DECODE_RATE,
-    SEQUENCE_RATE,
+    Metric("sequence_tokens_per_s", "tokens/s of a sequence", NUMBER, 2),
     TPOT,
     Metric("tpot_p95_s", "TPOT p95", MS, 2),
-    *OF_SPREAD,
+    Metric("tpot_p99_s", "TPOT p99", MS, 2),
+    Metric("tpot_std_s", "TPOT std", MS, 2),
+    Metric("ttft_spread_s", "TTFT std over repeats", MS, 1),
+    Metric("tpot_spread_s", "TPOT std over repeats", MS, 2),
     Metric("h2d_bytes", "to device", IN_GIB, 3),
     Metric("d2h_bytes", "to host", IN_GIB, 3),
     *OF_DISK,
     Metric("weights_on_device", "weights on the device", PERCENT, 1),
     Metric("weight_bytes", "weights to device", IN_GIB, 3),
     Metric("device_read_bytes", "read on device", IN_GIB, 3),
-    HOST_KV_BYTES,
-    DEVICE_KV_BYTES,
-    *OF_LINK,
+    Metric("host_kv_bytes", "KV in host memory", IN_MIB, 1),
+    Metric("device_kv_bytes", "KV on device", IN_MIB, 1),
+    Metric("link_utilisation", "link busy", PERCENT, 1),
+    Metric("hit_rate", "hit rate", PERCENT, 1),
     Metric("exposed_transfer_s", "exposed transfer", MS, 1),
-    LINK_BYTES_PER_S,
+    Metric("link_bytes_per_s", "link", GIB_PER_S, 2),
     Metric("peak_device_bytes", "device peak", IN_GIB, 3),
 )
 """`harness.results.step_stats` and `harness.speed.timed_run` define them."""
-NEWER_OF_SERVING = (DECODE_RATE, SEQUENCE_RATE, *OF_SPREAD, HOST_KV_BYTES, *OF_LINK, *OF_DISK)
-"""What a latency table that was made earlier lacks."""
 
 # The board: `harness/results/board.py`
 
@@ -254,19 +240,20 @@ LAYER = Metric("layer", "layer", NUMBER, 0, phrase="layer {:.0f}")
 NUM_SAMPLES = Metric("num_samples", "samples", NUMBER, 0, phrase="n = {:,.0f}")
 NUM_FEWSHOT = Metric("num_fewshot", "shots", NUMBER, 0, phrase="{:.0f}-shot")
 SEQ_LEN = Metric("seq_len", "length", TOKENS, 0, phrase="{:,.0f} tokens")
-VALUE = Metric("value", "value", NUMBER, 3)
 DENSE_LAYERS = Metric("dense_layers", "dense layers", NUMBER, 0)
-DENSE_NUMBERS = Metric("dense_numbers", "dense layers")
-"""Of several models."""
 APART = Metric("apart", "why it is not compared")
 CLAIM = Metric("claim", "claim")
-OTHERS = (
-    LABEL, SETTINGS, LAYER, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, VALUE,
-    DENSE_LAYERS, DENSE_NUMBERS, APART, CLAIM,
+_COLUMNS = (
+    LABEL, SETTINGS, LAYER, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, DENSE_LAYERS, APART, CLAIM,
+    BUDGET, UNMET_BUDGET, DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, KL, *SEGMENTS, *SERVING,
+    ASKED_BUDGET, NUM_CONTEXTS, STEP, RATIO, ANSWERS, ANSWERS_DIFFERENCE,
     *map(Metric, (
         "experiment", "model", "method", "codec", "platform", "shipped", "task", "text", "series",
         "wall", "step_source", "answers_note", "closer", "over",
     )),
+    Metric("budget_artifact", "budget as the artifact counts it", PERCENT, 1),
+    Metric("value", "value", NUMBER, 3),
+    Metric("dense_numbers", "dense layers"),  # of several models
     Metric("source", phrase="source: {}"),
     Metric("run_id", phrase="run {}"),
     Metric("metric", phrase=""),
@@ -318,12 +305,5 @@ OTHERS = (
     Metric("count", "windows or questions", NUMBER, 0),
 )  # fmt: skip
 """`harness/results/columns.py` says what those of a table mean there."""
-COLUMNS = {
-    column.name: column
-    for column in (
-        *OTHERS, BUDGET, UNMET_BUDGET, BUDGET_ARTIFACT, DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS,
-        KL, *SEGMENTS, *SERVING, ASKED_BUDGET, NUM_CONTEXTS, STEP, RATIO, ANSWERS,
-        ANSWERS_DIFFERENCE,
-    )
-}  # fmt: skip
+COLUMNS = {column.name: column for column in _COLUMNS}
 """The columns of tables by name."""

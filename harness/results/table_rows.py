@@ -8,7 +8,13 @@ import numpy as np
 import pandas as pd
 
 from harness.results.columns import with_columns
-from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95, LAYER, OF_SOME_RUNS
+from harness.results.metrics import (
+    ATTENTION_ERROR,
+    ATTENTION_ERROR_P95,
+    DENSE_LAYERS,
+    LAYER,
+    OF_SOME_RUNS,
+)
 from harness.results.record import Record, current, in_words
 from harness.results.samples import (
     DIFFERENCE,
@@ -35,6 +41,8 @@ CONDITIONS = (
 )  # fmt: skip
 """Entries beside the metrics of a task that have columns."""
 NO_METRICS = {*CONDITIONS, "num_truncated", "num_dense", "num_contexts"}
+IN_BUDGET = ("budget", DENSE_LAYERS.name)
+"""Settings of a method that the budget in the name of a series says: it counts dense layers."""
 NUM_DEPTHS = 5
 DEPTH_PERCENT = 100 // NUM_DEPTHS
 Row = dict[str, Any]
@@ -83,9 +91,10 @@ def layers_of(records: Iterable[Record]) -> pd.DataFrame:
     rows = []
     for record in records:
         config = record["config"]
-        own = dict(record["settings"])
-        for name in record["settings"].keys() - config["method"].keys() | {"budget"}:
-            own.pop(name, None)
+        own = {}
+        for name, value in record["settings"].items():
+            if name in config["method"] and name not in IN_BUDGET:
+                own[name] = value
         for name, entries in record["metrics"].items():
             budget = f"{100 * entries['budget']:.0f} %"
             of_run = {

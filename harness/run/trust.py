@@ -114,8 +114,11 @@ class Subject:
 
         scores, right = scored(engine.lm(prefill_of(task, config, writes=False, task=found)))
         own_scores, own_right = scored(own)
-        own_ids = [sum(own._encode_pair(*request.args), []) for request in found.instances]
         ids = [list(request.ids) for request in engine.requests]
+        own_ids = []
+        for instance in found.instances:
+            context, continuation = own._encode_pair(*instance.args)
+            own_ids.append([*context, *continuation])
         return Asked(ids, scores, right, own_ids, own_scores, own_right)
 
     @cached_property

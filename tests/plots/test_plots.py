@@ -1,8 +1,6 @@
 """Every figure from a small table made up here: what is drawn, what is left out, equal bytes on a rerun."""
 
 import csv
-import errno
-import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -718,19 +716,3 @@ def test_a_table_without_rows_is_no_figure_and_another_file_is_refused(tmp_path)
     (tmp_path / "tables" / "fig11.csv").write_text("model,label\na,b\n")
     with pytest.raises(UserError, match=r"^[^\n]*fig11\.csv: not a table of results"):
         plots.main(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_named_and_a_full_disk_leaves_nothing(
-    tmp_path, files_of_a_byte, monkeypatch
-) -> None:
-    write(tmp_path, "fig12")
-    write_bytes = Path.write_bytes
-
-    def full(path: Path, content: bytes) -> int:
-        write_bytes(path, content)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(UserError, match=r"fig12\.png cannot be written \(No space left on device\)"):
-        plots.main(tmp_path)
-    assert not list((tmp_path / "figures").iterdir())

@@ -19,12 +19,11 @@ from harness.errors import BugError, UserError
 from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
 from harness.results import record as records
-from harness.results.columns import read_table
 from harness.run import all_runs, runner
 from harness.run.compose import load
 from harness.run.runner import Run, run
 from tests.dying import linger
-from tests.runs import letters, outcome
+from tests.runs import letters, outcome, rows_at
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +145,7 @@ def test_shares_of_a_grid_run_as_jobs(tmp_path, monkeypatch):
     statuses = {record["config"]["label"]: record["status"] for record in found}
     (failed,) = (label for label, status in statuses.items() if status != "finished")
     assert failed == "InfiniGen, dense_layers=4" and len(statuses) == 7
-    rows = read_table(tmp_path / "outputs/tables/choices.csv")
+    rows = rows_at(tmp_path / "outputs/tables/choices.csv")
     assert {row["label"] for row in rows if not row["shipped"]} == set(statuses) - {failed}, "of both jobs"
     said = f"error: 1 of [34] runs failed; the first, choices {failed}: .*must be < 4 layers"
     assert done.returncode == 2 and re.match(said, done.stderr.splitlines()[-1]), done.stderr

@@ -7,15 +7,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
-from harness.results import board, columns, tuned
+from harness.results import board, tuned
 from harness.results.board_evidence import step_at, step_seconds, timed_step
 from harness.results.board_rows import ORACLES
-from harness.results.columns import TableRow, read_table
+from harness.results.columns import TableRow, csv_of
 from harness.run import cli
 from harness.run.compose import choices, composed, load
 from harness.run.sweep import read_plan
@@ -23,7 +24,7 @@ from harness.settings.config import RunConfig
 from harness.settings.schema import options
 from tests.methods.test_own_codec import HEAD as CODEC_HEAD
 from tests.methods.test_own_codec import MINE as CODEC
-from tests.runs import letters
+from tests.runs import letters, rows_at
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +92,7 @@ def test_dense_layers_are_the_best_of_each_model_and_budget(monkeypatch, tmp_pat
     rows += [scored("kascade", 0.1, layers, 1 / (1 + layers), budget=0.3) for layers in (0, 1, 2)]
     other = tmp_path / "other"
     (other / "tables").mkdir(parents=True)
-    (other / "tables" / "tune.csv").write_text(columns.render_csv(columns.ACCURACY, rows))
+    (other / "tables" / "tune.csv").write_text(csv_of(pd.DataFrame(rows), "accuracy"))
     file = tmp_path / "tuned.yaml"
     file.write_text(
         "mine: {h2o: {0.1: 1}}\nsmollm2-135m: {h2o: {0.1: 2}, quest: {0.16: 1}}\ngemma3-270m: {quest: {0.1: 2}}\n"
@@ -230,14 +231,14 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipp
     own = ["method=./long_value.py", "codec=./mine.py", "sweep.longer=null"]
     assert cli.main(["experiment=board", *settings, *own]) == 0, capsys.readouterr().err
     board.write(Path("outputs"))
-    rows = [row for row in read_table(Path("outputs/tables/board-methods.csv")) if row["over"] == "smollm2-135m"]
+    rows = [row for row in rows_at("outputs/tables/board-methods.csv") if row["over"] == "smollm2-135m"]
     label = "Long values + mine"
     mine = [row for row in rows if row["shipped"] != "yes"]
     assert {row["label"] for row in mine} == {label} and len({row["label"] for row in rows}) > 30
-    steps = [row for row in read_table(Path("outputs/tables/board-steps.csv")) if not row["shipped"]]
+    steps = [row for row in rows_at("outputs/tables/board-steps.csv") if not row["shipped"]]
     assert {row["label"] for row in steps} == {label} and {row["asked_budget"] for row in steps} == {None, 0.1}
     assert all(row["step_s"] > 0 and row["codec"] == "mine" for row in steps)
-    answered = [row for row in read_table(Path("outputs/tables/board-answers.csv")) if row["label"] == label]
+    answered = [row for row in rows_at("outputs/tables/board-answers.csv") if row["label"] == label]
     assert {row["asked_budget"] for row in answered} == {None, 0.05, 0.1}
     page = Path("outputs/board.md").read_text()
     assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
