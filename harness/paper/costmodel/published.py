@@ -117,7 +117,7 @@ def write_tables(results_dir: str | Path) -> list[Path]:
         table = figure_rows(figure)
         paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
         write_atomic(paths[-1], csv_of(table, "latency"))
-        rows = table.astype(object).where(table.notna(), None).to_dict("records")
+        rows: Any = table.astype(object).where(table.notna(), None).to_dict("records")
         write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, rows))
     return paths
 
@@ -132,7 +132,7 @@ def calibrate(
     for _, row in numbers[numbers.figure.isin(figures)].iterrows():
         predicted = quantity(row, lambda bar: _predict(bar, efficiency))
         if predicted is not None:
-            names = row[["figure", "series", "x", "metric", "unit"]]
+            names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
             compared.append(Comparison(*names, float(row["value"]), predicted))
     return compared
 
