@@ -260,7 +260,7 @@ def draw_lines(
     points: pd.DataFrame,
     looks: Mapping[str, Look] | None = None,
     *,
-    at: Sequence[float] | None = None,
+    at: list[float] | None = None,
     **other: Any,
 ) -> None:
     """A line with markers and error bars for each `name` of the points.
