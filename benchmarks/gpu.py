@@ -12,15 +12,14 @@ Parts, in this order:
 link      rate of plain copies between pinned host memory and the device: each way, and both ways at once
 gather    rate of the row gather by row size
 pin       rate at which host memory is page-locked; under CUDA only
-equal     decoding with the cache on the host is bit for bit that on the device; Triton kernels against torch's code;
-          scores on coded keys against products with decoded ones
+equal     decoding with the cache on the host is bit for bit that on the device; Triton kernels against torch's code
 steps     a decode step of every system whose transfers are counted (`harness.settings.systems`), shape by shape,
           against its floor: max(step of ideal, bytes over the link / its rate)
 
 Each part, and each run of `steps`, has a process of its own (`benchmarks/gpu_parts/apart.py`). If one fails, hangs or
 dies, its traceback or the stacks of its threads are printed, and the others go on. `--minutes` limits the whole
-command, `--run-seconds` each process; a part that the time left does not suffice for is skipped. The same command goes
-on where it stopped: what is done is not repeated, and runs that failed come last.
+command, `--run-seconds` each process; a part that needs more time than is left is cut off. The same command goes on
+where it stopped: what is done is not repeated, and runs that failed come last.
 
 They are ordinary runs (`experiment=latency`): OUT/runs has their records. OUT/rates.csv and OUT/tables are written
 as results come, OUT/figures at the end. Exit code: 0; 1 where a part failed or two ways were not equal; 2 for a user's
@@ -40,7 +39,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import statistics
 import sys
@@ -57,20 +55,21 @@ from benchmarks.gpu_parts.apart import call_apart
 from benchmarks.gpu_parts.equal import equalities
 from benchmarks.gpu_parts.rates import Rate, gather_rates, link_rates, pin_rates
 from benchmarks.gpu_parts.trace import trace_step
-from harness.errors import UnfinishedError, UserError, exit_code, interruptible, nearest, reason, refused
-from harness.files import files_sha256, write_atomic
+from harness.errors import UNFINISHED, UnfinishedError, UserError, exit_code, interruptible, nearest, reason, refused
+from harness.files import write_atomic
 from harness.model.load import require_kernels
 from harness.model.resources import Resources
+from harness.results.inputs import code_digest
 from harness.results.record import read_record
 from harness.run.compose import load
-from harness.run.runner import Run, fail, report, run
+from harness.run.runner import Run, fail, report, require_devices, run
 from harness.settings.config import RunConfig
-from harness.settings.paths import PACKAGES_DIR, RESULTS
+from harness.settings.paths import RESULTS
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed.link_rate import LinkRate, link_rate
 
 MIB = 2**20
-FAILED, UNFINISHED = 1, 75  # 75 as of `run.py`
+FAILED = 1
 PARTS = ("link", "gather", "pin", "equal", "steps")
 ON_A_GPU = [label for label in COUNTED if label not in ON_A_DISK]
 SYSTEMS = tuple(sorted(ON_A_GPU, key=lambda label: not LABELS[label].pinned))
@@ -84,14 +83,10 @@ TINY = [
 ]  # fmt: skip
 STEPS = ["gen_len=128", "warmup_steps=2", "timed_steps=5"]
 PAGEABLE_STEPS = ["warmup_steps=1", "timed_steps=1"]
-FIRST_RUN_S = 30.0
-"""Supposed of a system's first run, and of a part."""
-ALWAYS = -math.inf
-"""Estimate of what is done also when the time is over."""
 
 
 class Benchmark:
-    """The parts of one command. problems: exit codes of the parts that failed or were skipped."""
+    """The parts of one command. problems: exit codes of the parts that failed or were cut off."""
 
     def __init__(self, options: argparse.Namespace, began_s: float) -> None:
         self.device = torch.device(options.platform)
@@ -99,9 +94,9 @@ class Benchmark:
         self.run_s: float = options.run_seconds
         self.out = Path(options.out or f"{RESULTS}/gpu-{_slug(self.device)}")
         self.settings = run_settings(options)
-        self.shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-        self.labels = options.labels.split(",")
-        self.parts = options.parts.split(",")
+        self.shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
+        self.labels = options.labels
+        self.parts = options.parts
         self.trace = options.trace
         self.problems: list[int] = []
 
@@ -113,66 +108,56 @@ class Benchmark:
     def run(self) -> int:
         """Run every part in turn; returns the exit code."""
         if self.trace is not None:
-            batch, prompt = self.shapes[0]
-            config = self.run_config(batch, prompt, self.labels[0])
+            config = self.run_config(*self.shapes[0], self.labels[0])
             self.attempt("trace", partial(self.apart, partial(trace_step, config, Path(self.trace))))
-        else:
-            for part in PARTS:
-                if part in self.parts:
-                    self.run_part(part)
-        return FAILED if FAILED in self.problems else max(self.problems, default=0)
-
-    def run_part(self, part: str) -> None:
-        """Run a part, unless the same code has done it before."""
-        if part == "steps":
-            self.time_steps()
-            return
-        path = self.out / "parts.json"
-        try:
-            done = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):  # not there, or damaged
-            done = {}
-        code = _code_sha256()
-        if done.get(part) == code:
-            print(f"{part}: finished before, skipped; delete {path} to repeat", flush=True)
-            return
-        act = {
+            return max(self.problems, default=0)
+        acts = {
             "link": self.measure_link,
             "gather": self.measure_gather,
             "pin": self.measure_pinning,
             "equal": self.check_equality,
-        }[part]
-        if self.attempt(part, partial(self.apart, act)):
+        }
+        for part, act in acts.items():
+            if part in self.parts:
+                self.run_part(part, act)
+        if "steps" in self.parts:
+            self.time_steps()
+        return FAILED if FAILED in self.problems else max(self.problems, default=0)
+
+    def run_part(self, part: str, act: Callable[[], object]) -> None:
+        """Run a part, unless the same code has done it before."""
+        path, code = self.out / "parts.json", code_digest()
+        done = json.loads(path.read_text()) if path.exists() else {}
+        if done.get(part) == code:
+            print(f"{part}: finished before, skipped; delete {path} to repeat", flush=True)
+        elif self.attempt(part, partial(self.apart, act)):
             write_atomic(path, json.dumps(done | {part: code}, indent=1) + "\n")
 
-    def attempt(self, part: str, act: Callable[[], Any], estimate_s: float = FIRST_RUN_S) -> bool:
-        """Run a part if its estimated seconds are left; name a part that fails or is skipped. True if it ended well."""
-        left_s = self.until_s - time.perf_counter()
-        if estimate_s > left_s:
-            print(f"{part}: skipped, estimated at {estimate_s:.0f} s, {max(0.0, left_s):.0f} s are left", flush=True)
-            self.problems.append(UNFINISHED)
-            return False
+    def attempt(self, part: str, act: Callable[[], object]) -> bool:
+        """Run a part, and name it if it fails or is cut off: the others are of use. True if it ended well."""
         try:
             act()
             return True
         except UnfinishedError as error:
             print(f"{part}: cut off, {error}", flush=True)
             self.problems.append(UNFINISHED)
-        except UserError as error:
-            print(f"{part}: failed, {error}", flush=True)
-            self.problems.append(FAILED)
-        except Exception as error:  # whatever it is, the other parts are of use
-            print(f"{part}: failed, {reason(error)}", flush=True)
+        except Exception as error:
+            print(f"{part}: failed, {error if isinstance(error, UserError) else reason(error)}", flush=True)
             self.problems.append(FAILED)
         return False
+
+    def left_s(self) -> float:
+        return max(0.0, self.until_s - time.perf_counter())
 
     def apart(self, act: Callable[[], object]) -> None:
         """Call in a process of its own, which has `run_s` seconds, or what is left of all.
 
         Raises UserError where it fails, UnfinishedError where no time is left for it.
         """
-        left_s = self.until_s - time.perf_counter()
+        left_s = self.left_s()
         try:
+            if left_s == 0:
+                raise TimeoutError
             call_apart(act, min(self.run_s, left_s))
         except TimeoutError as error:
             if left_s < self.run_s:
@@ -199,10 +184,8 @@ class Benchmark:
     def measure(self, part: str, found: Iterator[Rate]) -> None:
         """Print rates as they come, and keep them in a table, in place of earlier ones of the part."""
         path = self.out / "rates.csv"
-        rows: list[dict[str, Any]] = []
-        if path.exists():
-            known = pd.read_csv(path)
-            rows = known[known["part"] != part].to_dict("records")
+        known = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["part"])
+        rows = known[known["part"] != part].to_dict("records")
         for name, samples, at in found:
             low, value, high = min(samples), statistics.median(samples), max(samples)
             print(f"{name:14}{value / 1e9:8.3f} GB/s ({low / 1e9:.3f} to {high / 1e9:.3f}); {at}", flush=True)
@@ -226,23 +209,19 @@ class Benchmark:
         """Time every run as an ordinary one, and show all after each. Runs that failed before come last."""
         ideal = self.runs(["ideal"])  # for the floors, also where it was timed by an earlier command
         paths: list[Path] = []
-        took: dict[str, float] = {}  # seconds per cached token, by label
         for todo in sorted(self.runs(self.labels), key=_has_failed):
-            shape, label = todo.config.latency, todo.config.label
+            shape = todo.config.latency
             if todo.is_finished():
                 paths.append(run(todo, Resources()))  # says that it is skipped
-                continue
-            tokens = shape.batch_size * shape.prompt_len
-            estimate_s = min(self.run_s, took[label] * tokens) if label in took else FIRST_RUN_S
-            began = time.perf_counter()
-            name = f"{shape.batch_size} x {shape.prompt_len} {label}"
-            if self.attempt(name, partial(self.time_run, todo), estimate_s):
-                took[label] = (time.perf_counter() - began) / tokens
+            elif self.attempt(
+                f"{shape.batch_size} x {shape.prompt_len} {todo.config.label}", partial(self.time_run, todo)
+            ):
                 paths.append(todo.path)
-                self.attempt("tables", partial(self.show, paths, ideal), ALWAYS)
+                self.attempt("tables", partial(self.show, paths, ideal))
         if paths:
-            self.attempt("tables", lambda: print(report(paths)), ALWAYS)
-            self.attempt("figures", self.draw)
+            self.attempt("tables", lambda: print(report(paths)))
+            if self.left_s():
+                self.attempt("figures", self.draw)
 
     def show(self, paths: Sequence[Path], ideal: Sequence[Run]) -> None:
         """Bring the tables up to date, and print the steps of all runs up to now against their floor."""
@@ -258,11 +237,7 @@ class Benchmark:
 
     def runs(self, labels: Sequence[str]) -> list[Run]:
         """The run of every shape and label."""
-        runs = []
-        for batch, prompt in self.shapes:
-            for label in labels:
-                runs.append(Run.of(self.run_config(batch, prompt, label)))
-        return runs
+        return [Run.of(self.run_config(*shape, label)) for shape in self.shapes for label in labels]
 
     def run_config(self, batch: int, prompt: int, label: str) -> RunConfig:
         """Settings of a run."""
@@ -283,16 +258,8 @@ class Benchmark:
 
 
 def _has_failed(todo: Run) -> bool:
-    record, _ = todo.found()
+    record = todo.found()
     return record is not None and record["status"] == "failed"
-
-
-def _code_sha256() -> str:
-    """Of all code that a part may run."""
-    files: list[Path] = []
-    for folder in ("harness", "methods", "benchmarks/gpu_parts"):
-        files += sorted((PACKAGES_DIR / folder).rglob("*.py"))
-    return files_sha256(files)
 
 
 def run_settings(options: argparse.Namespace) -> list[str]:
@@ -322,20 +289,23 @@ def render_floors(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure everything; returns the exit code."""
-    began_s = time.perf_counter()
-    options, codes = parse(argv), []
+def words(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    """Reads words between commas, of those that are allowed."""
 
-    def act() -> None:
-        check(options)
-        benchmark = Benchmark(options, began_s)
-        with refused(f"--out {benchmark.out}"):  # before any work
-            benchmark.out.mkdir(parents=True, exist_ok=True)
-        codes.append(benchmark.run())
-        print(f"{time.perf_counter() - began_s:.0f} s; results in {benchmark.out}")
+    def read(text: str) -> list[str]:
+        for word in text.split(","):
+            if word not in allowed:
+                raise argparse.ArgumentTypeError(f"{word!r} is none; {nearest(word, allowed)}")
+        return text.split(",")
 
-    return exit_code(act) or codes[0]
+    return read
+
+
+def shapes(text: str) -> list[str]:
+    """Reads batch sizes and prompt lengths, such as 8x1920,20x1920."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text}: must be batch size x prompt length, as in 8x1920,20x1920")
+    return text.split(",")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -343,43 +313,40 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=str(__doc__).splitlines()[0])
     parser.add_argument("--platform", choices=tuple(DEFAULTS), default="cuda", help="cpu: emulated link")
     parser.add_argument("--out", metavar="DIR", help="folder of the results; default: outputs/gpu-<device>")
-    parser.add_argument("--minutes", type=float, default=10, help="a part that would take longer is skipped")
+    parser.add_argument("--minutes", type=float, default=10, help="what would take longer is cut off")
     parser.add_argument("--run-seconds", type=float, default=120, help="a part or run that takes longer is ended")
-    parser.add_argument("--parts", metavar="link,...", help=f"default: {','.join(PARTS)}")
-    parser.add_argument("--labels", metavar="infinigen,...", help="systems; default: all whose transfers are counted")
+    parser.add_argument("--parts", type=words(PARTS), metavar="link,...", help=f"default: {','.join(PARTS)}")
+    parser.add_argument(
+        "--labels", type=words(SYSTEMS), metavar="infinigen,...", help="default: all whose transfers are counted"
+    )
     parser.add_argument("--model", help="a shape under conf/model; default: opt-13b, on the CPU a tiny one")
-    parser.add_argument("--shapes", metavar="8x1920,...", help="batch size x prompt length")
+    parser.add_argument("--shapes", type=shapes, metavar="8x1920,...", help="batch size x prompt length")
     parser.add_argument("--trace", metavar="FILE", help="profile a decode step instead: first label, first shape")
     parser.add_argument("settings", nargs="*", help="settings of every run, as on run.py's command line")
     options = parser.parse_args(argv)
-    model, shapes = DEFAULTS[options.platform]
-    options.model, options.shapes = options.model or model, options.shapes or shapes
-    labels = ["infinigen"] if options.trace else SYSTEMS
-    options.labels = options.labels or ",".join(labels)
-    parts = [part for part in PARTS if part != "pin" or options.platform == "cuda"]
-    options.parts = options.parts or ",".join(parts)
+    model, default_shapes = DEFAULTS[options.platform]
+    options.model, options.shapes = options.model or model, options.shapes or shapes(default_shapes)
+    options.labels = options.labels or (["infinigen"] if options.trace else [*SYSTEMS])
+    options.parts = options.parts or [part for part in PARTS if part != "pin" or options.platform == "cuda"]
     return options
 
 
-def check(options: argparse.Namespace) -> None:
-    """UserError for options that make no sense, before any work."""
-    for name, value in (("minutes", options.minutes), ("run-seconds", options.run_seconds)):
-        if not (0 < value < math.inf):
-            raise UserError(f"--{name} {value:g}: must be a number above 0")
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", options.shapes):
-        raise UserError(f"--shapes {options.shapes}: must be batch size x prompt length, as in 8x1920,20x1920")
-    for name, given, allowed in (("parts", options.parts, PARTS), ("labels", options.labels, SYSTEMS)):
-        for word in given.split(","):
-            if word not in allowed:
-                raise UserError(f"--{name} {given}: {word!r} is none; {nearest(word, allowed)}")
-    if options.platform == "cpu" and "pin" in options.parts.split(","):
-        raise UserError("--parts pin: memory is page-locked under --platform cuda only")
-    if options.platform == "cuda" and not torch.cuda.is_available():
-        raise UserError("--platform cuda: torch finds no CUDA device here; allowed: cpu (tiny shapes, emulated link)")
-    if options.platform == "cuda":
-        require_kernels()
-    with refused("the settings of the runs"):
-        load(run_settings(options))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure everything; returns the exit code."""
+    began_s = time.perf_counter()
+    options, codes = parse(argv), []
+
+    def act() -> None:
+        with refused("the settings of the runs"):  # before any work
+            require_devices([load(run_settings(options))])
+        if options.platform == "cuda":
+            require_kernels()
+        benchmark = Benchmark(options, began_s)
+        benchmark.out.mkdir(parents=True, exist_ok=True)
+        codes.append(benchmark.run())
+        print(f"{time.perf_counter() - began_s:.0f} s; results in {benchmark.out}")
+
+    return exit_code(act) or codes[0]
 
 
 def _slug(device: torch.device) -> str:

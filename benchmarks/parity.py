@@ -3,50 +3,42 @@
     python -m benchmarks.parity --source ~/SnapKV --source ~/R-KV     folders of checkouts; any number of them
     python -m benchmarks.parity                                       says what can be compared, and where it is found
 
-No code of others is part of this project: a comparison imports the authors' function from a folder that is given, or
-from an installed package, and is skipped where there is none. All run on a CPU. The queries and keys are those of the
-first `--tokens` tokens of the offline text. An agreement is the mean share of the tokens that both keep (or pages, or
-numbers that both give), over layers and heads. benchmarks/PARITY.md has the results,
-and those that took more than a script.
+No code of others is part of this project: a comparison imports the authors' function from a folder that is given, and
+is skipped where there is none. All run on a CPU. The queries and keys are those of the first `--tokens` tokens of the
+offline text. An agreement is the mean share of the tokens that both keep (or pages, or numbers that both give), over
+layers and heads. benchmarks/PARITY.md has the results, and those that took more than a script.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from harness.data.text import offline_text, token_ids
-from harness.errors import UserError, exit_code
+from harness.errors import UserError, exit_code, reason
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.run.compose import load
 from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRows, QueryRows
-from methods.codecs.base import hadamard
-from methods.codecs.blockgtq import allocated
 from methods.codecs.channel import ChannelCodec
-from methods.codecs.ggml import GGML_BITS, GGML_BLOCK, GgmlCodec
-from methods.codecs.kvarn import balancing_scales
-from methods.codecs.nvfp4 import Nvfp4Codec
-from methods.codecs.turbo import lloyd_max
 from methods.evicting import EvictingState
 from methods.extras import RereadRows
 from methods.full import Full
 from methods.kvzip import KVzip
-from methods.prompt_evicting import KeyDiff, Knorm, SnapKV
+from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
 from methods.socket import Socket, plane_normals
@@ -55,6 +47,12 @@ from methods.triattention import TriAttention, planes
 
 ROWS = 32
 """Last tokens whose queries select, where a method selects for each row."""
+FREEKV = "rooikeee/FreeKV accuracy/kvc/patch/dynamic_attention.py"
+SNAPKV = "FasterDecoding/SnapKV snapkv/monkeypatch/snapkv_utils.py"
+SOCKET = (
+    "skylight-org/sparse-attention-hub "
+    "sparse_attention_hub/sparse_attention/research_attention/maskers/fixed/implementations/utils/socket_utils.py"
+)
 
 
 class Layer(NamedTuple):
@@ -66,15 +64,25 @@ class Layer(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """file: the module below one of `roots`, folders of a checkout. is_package: it is imported by that name, as it
-    imports its neighbours."""
+    """source: GitHub's name of a repository, and a module in it. what: the things that agree. agreement: 0 to 1, of the
+    module with ours in a layer."""
 
-    repository: str
-    file: str
-    agreement: Callable[[Any, Layer], float]
+    source: str
     what: str
-    is_package: bool = False
-    roots: tuple[str, ...] = ("",)
+    agreement: Callable[[ModuleType, Layer], float]
+
+
+COMPARISONS: dict[str, Comparison] = {}
+
+
+def compared(name: str, source: str, what: str, **settings: Any) -> Callable[[Callable], Callable]:
+    """Makes a function of a module and a layer a comparison. settings: of the function."""
+
+    def register(agreement: Callable) -> Callable:
+        COMPARISONS[name] = Comparison(source, what, partial(agreement, **settings))
+        return agreement
+
+    return register
 
 
 # What is compared: ours, theirs
@@ -115,17 +123,17 @@ def a_set_per_query_head(layer: Layer) -> Layer:
     return Layer(geometry, layer.query, key)
 
 
-def snapkv(pooling: str) -> Callable[[Any, Layer], float]:
-    def compare(module: Any, layer: Layer) -> float:
-        layer, budget = a_set_per_query_head(layer), layer.key.shape[2] // 5
-        cluster = module.SnapKVCluster(32, budget, 7, f"{pooling}pool")
-        values = cluster.update_kv(layer.key, layer.query, numbered(layer), None, 1)[1]
-        ours = kept(SnapKV(0, kept_tokens=budget, window=32, kernel=7, pooling=pooling), layer)
-        return shared(ours, marked(values[0, :, :, 0], layer))
+@compared("snapkv, average", SNAPKV, "kept tokens of each query head", pooling="avg")
+@compared("snapkv, maximum", SNAPKV, "kept tokens of each query head", pooling="max")
+def snapkv(module: Any, layer: Layer, pooling: str) -> float:
+    layer, budget = a_set_per_query_head(layer), layer.key.shape[2] // 5
+    cluster = module.SnapKVCluster(32, budget, 7, f"{pooling}pool")
+    values = cluster.update_kv(layer.key, layer.query, numbered(layer), None, 1)[1]
+    ours = kept(SnapKV(0, kept_tokens=budget, window=32, kernel=7, pooling=pooling), layer)
+    return shared(ours, marked(values[0, :, :, 0], layer))
 
-    return compare
 
-
+@compared("rkv", "Zefan-Cai/R-KV rkv/compression/r1_kv.py", "kept tokens of the prompt")
 def rkv(module: Any, layer: Layer) -> float:
     budget = layer.key.shape[2] // 5
     theirs = module.R1KV(budget=budget, window_size=8, kernel_size=7, mix_lambda=0.07)
@@ -133,6 +141,7 @@ def rkv(module: Any, layer: Layer) -> float:
     return shared(kept(RKV(0, kept_tokens=budget), layer), marked(values[0, :, :, 0], layer))
 
 
+@compared("triattention", "WeianMao/triattention triattention/methods/pruning_utils.py", "kept tokens of the prompt")
 def triattention(module: Any, layer: Layer) -> float:
     """Each measures the centres of the layer's queries, scores its keys, and keeps a fifth."""
     geometry, tokens = layer.geometry, layer.key.shape[2]
@@ -160,6 +169,7 @@ def triattention(module: Any, layer: Layer) -> float:
     return shared(ours, marked(torch.stack(chosen), layer))
 
 
+@compared("tova", "schwartz-lab-NLP/TOVA src/tova_cache.py", "kept tokens of the prompt")
 def tova(module: Any, layer: Layer) -> float:
     budget = layer.key.shape[2] // 5
     keys = layer.key.repeat_interleave(layer.geometry.group, 1)
@@ -169,16 +179,7 @@ def tova(module: Any, layer: Layer) -> float:
     return shared(kept(TOVA(0, kept_tokens=budget), layer), marked(cache.value_cache[0][0, :, :, 0], layer))
 
 
-def press(name: str, method: Callable[..., Method]) -> Callable[[Any, Layer], float]:
-    def compare(module: Any, layer: Layer) -> float:
-        budget = layer.key.shape[2] // 5
-        scores = getattr(module, name)().score(None, None, layer.key, layer.key, None, {})
-        ours = kept(method(0, kept_tokens=budget), layer)
-        return shared(ours, marked(scores[0].topk(budget).indices, layer))
-
-    return compare
-
-
+@compared("kvzip", "snu-mllab/KVzip attention/score.py", "scores of the prompt's tokens")
 def kvzip(module: Any, layer: Layer) -> float:
     """Scores within 1e-6. The first half of the tokens is the prompt, and the second half stands for its repetition."""
     num_sinks, half = 4, layer.key.shape[2] // 2
@@ -210,62 +211,59 @@ def selected(method: Method, layer: Layer, t: int) -> Tensor:
     return selection.mask[0, :, 0]
 
 
-def socket(num_sinks: int, recent_frac: float) -> Callable[[Any, Layer], float]:
+@compared("socket", SOCKET, "best tokens of each query head", num_sinks=0, recent_frac=0.0)
+@compared("socket, first and recent", SOCKET, "tokens read for each query head", num_sinks=4, recent_frac=0.08)
+def socket(module: Any, layer: Layer, num_sinks: int, recent_frac: float) -> float:
     """Tokens read for each of the last rows by the same planes, a set for each query head: the share of ours that the
     official rule reads, too. Its best tokens may be among those that are always read."""
-
-    def compare(module: Any, layer: Layer) -> float:
-        layer, end, found = a_set_per_query_head(layer), layer.key.shape[2], []
-        method = Socket(0, budget=0.1, num_sinks=num_sinks, recent_frac=recent_frac)
-        normals = plane_normals(method.num_bits, layer.key.shape[3], method.seed)
-        planes = normals.unflatten(0, (method.tables, method.planes))
-        corners = module.get_protos_T({}, method.planes, normals.device, normals.dtype)
-        buckets, lengths = module.hard_hash(layer.key, planes), layer.key.norm(dim=-1)
-        for t in range(end - ROWS, end):
-            ours = selected(method, layer, t)
-            num_read = int(ours[0].sum())
-            num_recent = int(recent_frac * num_read)
-            best = module.topk_soft_collision_scores_blockwise(
-                q_probs=module.soft_hash(layer.query[:, :, t : t + 1], planes, corners, tau=method.tau),
-                key_buckets=buckets[..., :t],
-                v_mag=lengths[..., :t],
-                allowed_bool=torch.ones(1, len(ours), 1, t, dtype=torch.bool),
-                M=num_read - num_sinks - num_recent,
-            )[0]
-            theirs = torch.zeros_like(ours)
-            theirs[:, :num_sinks] = theirs[:, t - num_recent :] = True
-            theirs.scatter_(1, best[0, :, 0], True)
-            found.append(float((ours & theirs).sum() / ours.sum()))
-        return sum(found) / len(found)
-
-    return compare
+    layer, end, found = a_set_per_query_head(layer), layer.key.shape[2], []
+    method = Socket(0, budget=0.1, num_sinks=num_sinks, recent_frac=recent_frac)
+    normals = plane_normals(method.num_bits, layer.key.shape[3], method.seed)
+    planes = normals.unflatten(0, (method.tables, method.planes))
+    corners = module.get_protos_T({}, method.planes, normals.device, normals.dtype)
+    buckets, lengths = module.hard_hash(layer.key, planes), layer.key.norm(dim=-1)
+    for t in range(end - ROWS, end):
+        ours = selected(method, layer, t)
+        num_read = int(ours[0].sum())
+        num_recent = int(recent_frac * num_read)
+        best = module.topk_soft_collision_scores_blockwise(
+            q_probs=module.soft_hash(layer.query[:, :, t : t + 1], planes, corners, tau=method.tau),
+            key_buckets=buckets[..., :t],
+            v_mag=lengths[..., :t],
+            allowed_bool=torch.ones(1, len(ours), 1, t, dtype=torch.bool),
+            M=num_read - num_sinks - num_recent,
+        )[0]
+        theirs = torch.zeros_like(ours)
+        theirs[:, :num_sinks] = theirs[:, t - num_recent :] = True
+        theirs.scatter_(1, best[0, :, 0], True)
+        found.append(float((ours & theirs).sum() / ours.sum()))
+    return sum(found) / len(found)
 
 
-def freekv(policy: str) -> Callable[[Any, Layer], float]:
+@compared("freekv, unscaled", FREEKV, "pages that compete", policy="avgSM")
+@compared("freekv, scaled", FREEKV, "pages that compete", policy="avgSdM")
+def freekv(module: Any, layer: Layer, policy: str) -> float:
     """Pages that compete, chosen for each of the last rows by the row's own query."""
-
-    def compare(module: Any, layer: Layer) -> float:
-        geometry, size, end = layer.geometry, 32, layer.key.shape[2]
-        method = Quest(0, budget=0.5, page_size=size, group="sum_probs", num_sinks=size, recent_frac=0.25)
-        found = []
-        for t in range(end - ROWS, end):
-            tokens = selected(method, layer, t)
-            keys, query = layer.key[:, :, :t], layer.query[:, :, t : t + 1]
-            pages = t // size
-            mask = tokens[:, : pages * size].unflatten(1, (pages, size)).all(-1)
-            recent = t - int(0.25 * float(tokens[0].sum()))
-            competing = torch.tensor([p for p in range(1, pages) if (p + 1) * size - 1 < recent])
-            ours = mask[:, competing]
-            paged = keys[:, :, : pages * size].unflatten(2, (pages, size))[:, :, competing].transpose(1, 2)
-            asked = query.transpose(1, 2), paged.amin(3), paged.amax(3), policy
-            score = module.quest_sel(*asked, geometry.num_heads, geometry.num_kv_heads)
-            best = score[0].topk(int(ours[0].sum())).indices
-            found.append(shared(ours, torch.zeros_like(ours).scatter_(1, best, True)))
-        return sum(found) / len(found)
-
-    return compare
+    geometry, size, end = layer.geometry, 32, layer.key.shape[2]
+    method = Quest(0, budget=0.5, page_size=size, group="sum_probs", num_sinks=size, recent_frac=0.25)
+    found = []
+    for t in range(end - ROWS, end):
+        tokens = selected(method, layer, t)
+        keys, query = layer.key[:, :, :t], layer.query[:, :, t : t + 1]
+        pages = t // size
+        mask = tokens[:, : pages * size].unflatten(1, (pages, size)).all(-1)
+        recent = t - int(0.25 * float(tokens[0].sum()))
+        competing = torch.tensor([p for p in range(1, pages) if (p + 1) * size - 1 < recent])
+        ours = mask[:, competing]
+        paged = keys[:, :, : pages * size].unflatten(2, (pages, size))[:, :, competing].transpose(1, 2)
+        asked = query.transpose(1, 2), paged.amin(3), paged.amax(3), policy
+        score = module.quest_sel(*asked, geometry.num_heads, geometry.num_kv_heads)
+        best = score[0].topk(int(ours[0].sum())).indices
+        found.append(shared(ours, torch.zeros_like(ours).scatter_(1, best, True)))
+    return sum(found) / len(found)
 
 
+@compared("kivi", "jy-yuan/KIVI quant/new_pack.py", "coded keys")
 def kivi(module: Any, layer: Layer) -> float:
     """Numbers that read back within a quarter of a step of one another: keys in 2 bits, per channel of 32 tokens."""
     keys = layer.key[:, :, : layer.key.shape[2] // 32 * 32]
@@ -273,126 +271,6 @@ def kivi(module: Any, layer: Layer) -> float:
     theirs = module.unpack_and_dequant_kcache(*packed, 32, 2).float()
     step = packed[1].expand(*packed[1].shape[:3], 32, -1).flatten(2, 3)
     return float(((ChannelCodec("int2", 32).roundtrip(keys) - theirs).abs() <= step / 4).float().mean())
-
-
-def nvfp4(module: Any, layer: Layer) -> float:
-    """Numbers that read back within 1e-6 of their size: keys, a row at a time with its own scale."""
-    rows = layer.key.flatten(0, 2)
-    scale = 6 * 448 / rows.abs().amax(-1)[:, None, None]  # of all codes and all scales of a row
-    codes, of_blocks = module.ref_nvfp4_quant(rows, scale, 16)
-    theirs = codes.unflatten(-1, (-1, 16)) * (of_blocks.unsqueeze(-1) / scale)
-    close = torch.isclose(Nvfp4Codec().roundtrip(rows), theirs.flatten(1), rtol=1e-6, atol=0)
-    return float(close.float().mean())
-
-
-def q8_0(module: Any, layer: Layer) -> float:
-    """Bytes of the cache types of llama.cpp that are equal: keys in blocks, without the rotation."""
-    blocks = layer.key.reshape(-1, GGML_BLOCK)
-    equal = []
-    for name in GGML_BITS:
-        theirs = module.quantize(blocks.numpy(), GGMLQuantizationType[name.upper()])
-        equal.append(GgmlCodec(name).encode(blocks).flatten() == torch.tensor(theirs).flatten())
-    return float(torch.cat(equal).float().mean())
-
-
-def kvarn(module: Any, layer: Layer) -> float:
-    """Codes that are equal: keys in 4 bits, in tiles of 128 tokens, with the scales of each side."""
-    whole = layer.key[0, :, : layer.key.shape[2] // 128 * 128]
-    tiles = hadamard(whole).unflatten(1, (-1, 128)).flatten(0, 1).mT.contiguous()
-    of_columns, of_rows = balancing_scales(tiles)
-    codes = []
-    for balanced in (tiles / of_columns / of_rows, module.variance_normalize_batched(tiles)[0]):
-        minimum = balanced.amin(-1, keepdim=True)
-        step = (balanced.amax(-1, keepdim=True) - minimum) / 15
-        codes.append(((balanced - minimum) / step).round())
-    return float((codes[0] == codes[1]).float().mean())
-
-
-def blockgtq(module: Any, layer: Layer) -> float:
-    """Widths of the rotary pairs that are equal, by the score of keys and queries, at means of 2 and 3 bits."""
-    queries = layer.query[0].unflatten(0, (layer.geometry.num_kv_heads, -1)).flatten(1, 2)
-    scores = [states.square().unflatten(-1, (2, -1)).sum(-2).mean(1) / 2 for states in (queries, layer.key[0])]
-    equal = []
-    for score in scores[0] + scores[1]:
-        for bits in (2, 3):
-            theirs = module.greedy_bit_allocation(score, bits * len(score), 1, bits + 3)
-            equal.append(allocated(score, bits, bits + 3) == theirs)
-    return float(torch.cat(equal).float().mean())
-
-
-def turboquant(module: Any, layer: Layer) -> float:
-    """Centroids for 2, 3 and 4 bits within 0.5 % of the distribution's standard deviation."""
-    close = []
-    for bits in (2, 3, 4):
-        theirs = module.solve_lloyd_max(layer.geometry.head_dim, bits)[0] * layer.geometry.head_dim**0.5
-        close.append((torch.tensor(lloyd_max(bits)) - theirs).abs() < 0.005)
-    return float(torch.cat(close).float().mean())
-
-
-COMPARISONS = {
-    "snapkv, average": Comparison(
-        "FasterDecoding/SnapKV", "snapkv/monkeypatch/snapkv_utils.py", snapkv("avg"), "kept tokens of each query head"
-    ),
-    "snapkv, maximum": Comparison(
-        "FasterDecoding/SnapKV", "snapkv/monkeypatch/snapkv_utils.py", snapkv("max"), "kept tokens of each query head"
-    ),
-    "rkv": Comparison(
-        "Zefan-Cai/R-KV", "rkv/compression/r1_kv.py", rkv, "kept tokens of the prompt", True, ("", "HuggingFace")
-    ),
-    "triattention": Comparison(
-        "WeianMao/triattention", "triattention/methods/pruning_utils.py", triattention, "kept tokens of the prompt"
-    ),
-    "kvzip": Comparison("snu-mllab/KVzip", "attention/score.py", kvzip, "scores of the prompt's tokens"),
-    "tova": Comparison("schwartz-lab-NLP/TOVA", "src/tova_cache.py", tova, "kept tokens of the prompt"),
-    "keydiff": Comparison(
-        "NVIDIA/kvpress", "kvpress/presses/keydiff_press.py", press("KeyDiffPress", KeyDiff), "kept tokens", True
-    ),
-    "knorm": Comparison(
-        "NVIDIA/kvpress", "kvpress/presses/knorm_press.py", press("KnormPress", Knorm), "kept tokens", True
-    ),
-    "freekv, unscaled": Comparison(
-        "rooikeee/FreeKV", "accuracy/kvc/patch/dynamic_attention.py", freekv("avgSM"), "pages that compete"
-    ),
-    "freekv, scaled": Comparison(
-        "rooikeee/FreeKV", "accuracy/kvc/patch/dynamic_attention.py", freekv("avgSdM"), "pages that compete"
-    ),
-    "socket": Comparison(
-        "skylight-org/sparse-attention-hub",
-        "sparse_attention_hub/sparse_attention/research_attention/maskers/fixed/implementations/utils/socket_utils.py",
-        socket(0, 0.0),
-        "best tokens of each query head",
-    ),
-    "socket, first and recent": Comparison(
-        "skylight-org/sparse-attention-hub",
-        "sparse_attention_hub/sparse_attention/research_attention/maskers/fixed/implementations/utils/socket_utils.py",
-        socket(4, 0.08),
-        "tokens read for each query head",
-    ),
-    "kivi": Comparison("jy-yuan/KIVI", "quant/new_pack.py", kivi, "coded keys"),
-    "nvfp4": Comparison(
-        "vllm-project/vllm",
-        "vllm/model_executor/layers/quantization/utils/nvfp4_emulation_utils.py",
-        nvfp4,
-        "coded keys",
-        True,
-    ),
-    "q8_0": Comparison(
-        "ggml-org/llama.cpp", "gguf/quants.py", q8_0, "bytes of keys, q5_1 and q4_0 too", True, ("gguf-py",)
-    ),
-    "kvarn": Comparison(
-        "vllm-project/vllm",
-        "vllm/model_executor/layers/quantization/kvarn/sinkhorn.py",
-        kvarn,
-        "codes of keys in 4 bits",
-    ),
-    "blockgtq3": Comparison("JIA-Lab-research/blockgtq", "blockgtq/allocator.py", blockgtq, "bits of rotary pairs"),
-    "turboquant": Comparison(
-        "vllm-project/vllm",
-        "vllm/model_executor/layers/quantization/turboquant/centroids.py",
-        turboquant,
-        "centroids of 2, 3 and 4 bits",
-    ),
-}
 
 
 # A run
@@ -413,41 +291,33 @@ def layers_of(attached: Attached, ids: Sequence[int], count: int) -> list[Layer]
     return [Layer(attached.geometry, seen["query"][layer][None], seen["key"][layer][None]) for layer in chosen]
 
 
-def official(comparison: Comparison, sources: Sequence[Path]) -> ModuleType | str:
-    """The authors' module, from the first folder that has it, else installed; else why there is none."""
-    package = comparison.file.partition("/")[0]
-    roots = [source / root for source in sources for root in comparison.roots]
-    installed = importlib.util.find_spec(package) if comparison.is_package else None
-    if installed is not None:
-        roots += [Path(folder).parent for folder in installed.submodule_search_locations or ()]
-    root = next((root for root in roots if (root / comparison.file).is_file()), None)
-    if root is None:
-        return f"{comparison.file} is in no --source; it is part of https://github.com/{comparison.repository}"
-    try:
-        if comparison.is_package:
-            return imported_from_package(root, comparison.file)
-        path = root / comparison.file
-        spec = importlib.util.spec_from_file_location(f"official_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever it needs that is not here
-        return f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}"
-    return module
+def official(file: str, sources: Sequence[Path]) -> ModuleType:
+    """The authors' module, from the first folder in which it lies at any depth.
 
-
-def imported_from_package(root: Path, file: str) -> ModuleType:
-    """The module `file` of the package that lies in `root`.
-
-    The package's own `__init__` does not run: R-KV's asks for an old transformers, and no comparison needs it.
+    The packages around it run as far as they can: some ask for a GPU or old libraries, which no comparison needs.
+    Raises UserError where there is none, or where it cannot be imported.
     """
-    name = file.removesuffix(".py").replace("/", ".")
-    package = name.partition(".")[0]
-    if package not in sys.modules:
-        spec = ModuleSpec(package, None, is_package=True)
-        spec.submodule_search_locations = [str(root / package)]
-        sys.modules[package] = importlib.util.module_from_spec(spec)
-    return importlib.import_module(name)
+    found = [path for source in sources for path in source.rglob(file)]
+    if not found:
+        raise UserError(f"{file} is in no --source")
+    root = found[0].parents[file.count("/")]
+    parts = file.removesuffix(".py").split("/")
+    for depth in range(1, len(parts)):
+        folder = root.joinpath(*parts[:depth])
+        with suppress(Exception):
+            imported(".".join(parts[:depth]), folder / "__init__.py", [str(folder)])
+    try:
+        return imported(".".join(parts), found[0])
+    except Exception as error:
+        raise UserError(f"cannot be imported: {reason(error)}") from error
+
+
+def imported(name: str, path: Path, folders: list[str] | None = None) -> ModuleType:
+    """The file as the module of that name, a package where it has `folders`."""
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def compare(sources: Sequence[Path], layers: Callable[[], list[Layer]]) -> Iterator[str]:
@@ -455,37 +325,23 @@ def compare(sources: Sequence[Path], layers: Callable[[], list[Layer]]) -> Itera
 
     layers: called once, if there is anything to compare.
     """
-    modules = {name: official(comparison, sources) for name, comparison in COMPARISONS.items()}
-    given = {name: module for name, module in modules.items() if not isinstance(module, str)}
+    given, skipped = {}, []
+    for name, comparison in COMPARISONS.items():
+        repository, file = comparison.source.split()
+        try:
+            given[name] = official(file, sources)
+        except UserError as error:
+            skipped.append(f"skipped {name}, of https://github.com/{repository}: {error}")
     if given:
         of_model = layers()
         yield "| compared | with | agreement (%) |"
         yield "|---|---|---|"
-        for name, module in given.items():
-            each = COMPARISONS[name]
-            shares = [each.agreement(module, layer) for layer in of_model]
-            shown = f"{100 * sum(shares) / len(shares):.2f}, worst layer {100 * min(shares):.2f}"
-            yield f"| {name}: {each.what} | {each.repository} {each.file} | {shown} |"
-    for name, module in modules.items():
-        if isinstance(module, str):
-            yield f"skipped {name}: {module}"
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Print the table for the default model."""
-    for folder in arguments.source:
-        if not folder.is_dir():
-            raise UserError(f"--source {folder}: no such folder")
-
-    def layers() -> list[Layer]:
-        config = load([f"model={arguments.model}"])
-        loaded = load_model(config.model)
-        ids = token_ids(offline_text(), loaded.tokenizer)[: arguments.tokens]
-        with attach(loaded.model) as attached:
-            return layers_of(attached, ids, arguments.layers)
-
-    for line in compare(arguments.source, layers):
-        print(line)
+    for name, module in given.items():
+        comparison = COMPARISONS[name]
+        shares = [100 * comparison.agreement(module, layer) for layer in of_model]
+        shown = f"{sum(shares) / len(shares):.2f}, worst layer {min(shares):.2f}"
+        yield f"| {name}: {comparison.what} | {comparison.source} | {shown} |"
+    yield from skipped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -495,8 +351,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m", help="an entry of conf/model")
     parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--layers", type=int, default=8)
-    arguments = parser.parse_args(argv)
-    return exit_code(lambda: run(arguments))
+    options = parser.parse_args(argv)
+
+    def layers() -> list[Layer]:
+        loaded = load_model(load([f"model={options.model}"]).model)
+        ids = token_ids(offline_text(), loaded.tokenizer)[: options.tokens]
+        with attach(loaded.model) as attached:
+            return layers_of(attached, ids, options.layers)
+
+    def act() -> None:
+        for line in compare(options.source, layers):
+            print(line, flush=True)
+
+    return exit_code(act)
 
 
 if __name__ == "__main__":

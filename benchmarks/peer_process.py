@@ -10,18 +10,15 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timing import Timed, Took, keep_freed_memory
+from benchmarks.timing import Timed, Took
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq", "kvpress": "kvpress"}
-"""The package of each peer."""
-
-
-# In the peers' process, or in this one
 
 
 def decode(model: Any, cache: Any, token: Any, warm_up: int, steps: int) -> Timed:
@@ -53,79 +50,60 @@ class Worker:
         disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
-        self.pipeline: Any = None
-        self.prompt: Any = None
 
-    def version(self, peer: str) -> str | None:
-        """The version of a peer's package; None if it is not installed."""
-        try:
-            return metadata.version(PACKAGES[peer])
-        except metadata.PackageNotFoundError:
-            return None
+    def version(self, package: str) -> str:
+        """The version of a package."""
+        return metadata.version(package)
 
     def decode(self, backend: str, ids: list[list[int]], warm_up: int, steps: int) -> Timed:
         """Steps on a `QuantizedCache` of 4 bits; its prompt is not timed."""
         import torch
-        from transformers import DynamicCache, QuantizedCache
+        from transformers import QuantizedCache
 
-        if self.prompt is None or self.prompt[0] != ids:  # its dense pass serves all rounds and backends
-            dense = DynamicCache(config=self.model.config)
-            with torch.inference_mode():
-                logits = self.model(torch.tensor(ids), past_key_values=dense, logits_to_keep=1).logits
-            self.prompt = ids, dense, logits[:, -1].argmax(-1)
-        _, dense, token = self.prompt
-        cache = QuantizedCache(backend, self.model.config, nbits=4)
         with torch.inference_mode():
-            for index, layer in enumerate(dense.layers):
-                cache.update(layer.keys, layer.values, index)
-        return decode(self.model, cache, token, warm_up, steps)
+            cache = QuantizedCache(backend, self.model.config, nbits=4)
+            logits = self.model(torch.tensor(ids), past_key_values=cache, logits_to_keep=1).logits
+        return decode(self.model, cache, logits[:, -1].argmax(-1), warm_up, steps)
 
     def tokens(self, context: str, question: str) -> list[list[int]]:
         """The tokens of a context and of a question, as the pipeline makes them."""
-        found = self._pipeline().preprocess(context, [question], "", 10**10)
+        found = self.pipeline.preprocess(context, [question], "", 10**10)
         return [found["context_ids"][0].tolist(), found["questions_ids"][0][0].tolist()]
 
     def ask(self, context: str, question: str, presses: list[list[Any]], max_new_tokens: int) -> Timed:
         """The answer under each press: (class, settings). A call of the pipeline each, tokenization included."""
         import kvpress
 
-        pipeline, answers = self._pipeline(), []
+        answers = []
         began = Took.now()
         for name, settings in presses:
             press = getattr(kvpress, name)(**settings)
-            asked = pipeline(context, question=question, press=press, max_new_tokens=max_new_tokens)
+            asked = self.pipeline(context, question=question, press=press, max_new_tokens=max_new_tokens)
             answers.append(asked["answer"])
         return Timed(Took.now().since(began), answers)
 
-    def _pipeline(self) -> Any:
-        if self.pipeline is None:
-            from kvpress import KVPressTextGenerationPipeline
+    @cached_property
+    def pipeline(self) -> Any:
+        from kvpress import KVPressTextGenerationPipeline
 
-            self.pipeline = KVPressTextGenerationPipeline(model=self.model, tokenizer=self.tokenizer)
-        return self.pipeline
+        return KVPressTextGenerationPipeline(model=self.model, tokenizer=self.tokenizer)
 
 
-def serve(folder: str, threads: int, keeps_memory: bool) -> None:
+def serve(folder: str, threads: int) -> None:
     """Answer calls, a line of JSON each, until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what packages print is no answer
-    if keeps_memory:
-        keep_freed_memory()  # before anything large is allocated
     import torch
 
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what packages print is no answer
     torch.set_num_threads(threads)
     worker = Worker(folder)
     for line in sys.stdin:
         name, settings = json.loads(line)
         try:
-            result = getattr(worker, name)(**settings)
-            answer = {"result": result, "timed": isinstance(result, Timed)}
+            answer = {"result": getattr(worker, name)(**settings)}
         except Exception as error:  # told to whoever asked
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
-
-
-# In our process
 
 
 class PeerError(Exception):
@@ -133,41 +111,39 @@ class PeerError(Exception):
 
 
 class Peer:
-    """A process under the peers' interpreter. It starts at the first call."""
+    """A process under the peers' interpreter, until the block ends."""
 
-    def __init__(self, python: str, folder: str, threads: int, keeps_memory: bool) -> None:
-        self.command = [python, "-m", "benchmarks.peer_process", folder, str(threads), str(int(keeps_memory))]
-        self.process: subprocess.Popen[str] | None = None
+    def __init__(self, python: str, folder: str, threads: int) -> None:
+        self.python = python
+        command = [python, "-m", "benchmarks.peer_process", folder, str(threads)]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=environment, **pipes)
 
     def call(self, name: str, **settings: Any) -> Any:
         """A method of `Worker`. Raises PeerError where it fails, with the package's own words."""
-        if self.process is None:
-            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-            self.process = subprocess.Popen(
-                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-            )
-        assert self.process.stdin and self.process.stdout
-        try:
+        with suppress(BrokenPipeError):
             print(json.dumps([name, settings]), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        line = self.process.stdout.readline()
         if not line:
-            raise PeerError(f"{self.command[0]} ended with code {self.process.wait()}; its message is above")
+            raise PeerError(f"{self.python} ended with code {self.process.wait()}; its message is above")
         answer = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"{answer['error']} (under {self.command[0]})")
-        result = answer["result"]
-        return Timed(Took(*result[0]), result[1]) if answer["timed"] else result
+            raise PeerError(f"{answer['error']} (under {self.python})")
+        return answer["result"]
 
-    def close(self) -> None:
-        """End the process."""
-        if self.process is not None:
-            assert self.process.stdin
-            self.process.stdin.close()
-            self.process.wait()
+    def timed(self, name: str, **settings: Any) -> Timed:
+        """A method of `Worker` that times itself."""
+        took, result = self.call(name, **settings)
+        return Timed(Took(*took), result)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()  # the process ends with its stdin
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3])))
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -1,10 +1,9 @@
 """This harness against what one would use in its place, job by job, with one model and one number of threads.
 
     python -m benchmarks.peers                       all jobs, 30 minutes; peers without their packages are skipped
-    python -m benchmarks.peers --make-peers          first make the environment of kvpress, quanto and HQQ
     python -m benchmarks.peers --peers-python ~/peers/bin/python --jobs question sweep
     python -m benchmarks.peers --quick --threads 2 model=qwen2.5-coder-0.5b
-    python -m benchmarks.peers --jobs decode platform=cuda model=opt-13b model.weights=random
+    python -m benchmarks.peers platform=cuda model=opt-13b model.weights=random --jobs decode
 
 job         ours                                            peer
 perplexity  windows of the offline text, full cache         a forward pass of transformers, loss by torch
@@ -21,59 +20,57 @@ sweep       four methods on one prompt, whose dense pass    kvpress's pipeline, 
 Both sides take turns, `--rounds` times; a ratio is the median over the rounds of ours / peer, so that below 1 ours is
 faster. A call is timed as a user makes it: with the tokenizing, and here with the checks of the model and the set-up of
 the method. Models are loaded before. Where both have one rule the results must be equal: texts, log-likelihoods within
-1e-3, losses within 1e-4. Exit code 1 if they are not.
+1e-3, losses within 1e-4. Exit code 1 if they are not, or where a job failed.
 
 Settings are those of every run, such as the model. kvpress asks for an older transformers than this project's, so it,
-quanto and HQQ run under an interpreter of their own: `--peers-python`, or the one that `--make-peers` makes in the
-cache folder with the very torch that runs here.
+quanto and HQQ run under an interpreter of their own, with the very torch that runs here:
+
+    python -m venv ~/peers && ~/peers/bin/pip install torch==VERSION kvpress==0.5.5 optimum-quanto hqq
+
+glibc gives freed memory back to the system, and each page of it is zeroed anew. To compare without that:
+
+    export MALLOC_MMAP_THRESHOLD_=2147483647 MALLOC_TRIM_THRESHOLD_=2147483647
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
 import random
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import pandas as pd
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
-from tabulate import tabulate
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
-from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.machine import machine
-from benchmarks.peer_process import PACKAGES, Peer, PeerError, decode
-from benchmarks.timing import Timed, Took, in_turn, keep_freed_memory, ratios
+from benchmarks.peer_process import Peer, PeerError, decode
+from benchmarks.timing import Timed, Took, in_turn, spread
+from harness.checks.two_ways import open_live
 from harness.data.generated import offline_sentences
-from harness.data.tasks import load_suite
 from harness.data.text import offline_text, token_ids, windows_of
-from harness.decode.session import LiveSession
-from harness.errors import UserError, exit_code, nearest, reason, refused
-from harness.files import cache_dir, write_atomic
+from harness.errors import UserError, exit_code, reason
 from harness.model.attach import attach
 from harness.model.dense_prompts import DensePrompts
 from harness.model.load import LoadedModel, load_model
 from harness.replay.setup import prepare
+from harness.results.environment import processor
 from harness.run.compose import load
 from harness.scoring.answers import Request
 from harness.scoring.evaluation import ReplayEngine
 from harness.scoring.lm import Prefill
 from harness.scoring.perplexity import run_perplexity
+from harness.speed.link_rate import measure_copy_rate
 from harness.speed.timed_run import SharedPrompt, run_shared_prompt
-from methods.base import TokenCounts
 
 OURS = "ours"
 NATS, LOSS = 1e-3, 1e-4
@@ -89,10 +86,15 @@ PRESSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 """By method: kvpress's class and its settings, and the settings that make ours the same rule."""
 ASKED = ("snapkv", "expected")
+BACKENDS = {"quanto": "optimum-quanto", "hqq": "hqq"}
+"""Packages of QuantizedCache's backends."""
 BATCH_SIZES = (1, 4, 8, 16)
 """Of HFLM."""
 ALL_BYTES = 2**40
 """Room for shared prompts: all there is."""
+HEADER = """\
+| job | case | peer | CPU s, ours | peer | ours / peer | wall s, ours | peer | ours / peer | equal |
+|:---|:---|:---|:---|:---|:---|:---|:---|:---|:---|"""
 
 
 class Sizes(NamedTuple):
@@ -122,7 +124,6 @@ QUICK = Sizes(
 class Comparison(NamedTuple):
     """A line of the table. ours, theirs: what each round took. is_equal: None where the rules differ."""
 
-    job: str
     case: str
     peer: str
     ours: list[Took]
@@ -130,21 +131,15 @@ class Comparison(NamedTuple):
     is_equal: bool | None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bench:
-    """What the jobs share.
-
-    skipped: a line for each peer that is not there. failed: a line for each job that ended early.
-    """
+    """What the jobs share."""
 
     loaded: LoadedModel
     settings: Sequence[str]
     sizes: Sizes
-    methods: Sequence[str] = ()
-    data_root: str | None = None
-    peer: Peer | None = None
-    skipped: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    methods: Sequence[str]
+    peer: Peer | None
 
     def config(self, *settings: str) -> Any:
         """The checked settings of a run."""
@@ -157,33 +152,29 @@ class Bench:
             raise UserError(f"the offline text has no {count} tokens from token {first} on; choose smaller sizes")
         return found
 
-    def has(self, peer: str, job: str) -> bool:
-        """Whether the peers' interpreter has a package. If not, a line says so, and how to get it."""
-        why = "no interpreter: give --peers-python PATH, or --make-peers once"
-        if self.peer is not None:
-            try:
-                version = self.peer.call("version", peer=peer)
-            except PeerError as error:
-                raise UserError(f"--peers-python: {error}") from error
-            if version is not None:
-                return True
-            why = f"{PACKAGES[peer]} is not installed under {self.peer.command[0]}"
-        self.skipped.append(f"{job}: {peer} is skipped, {why}")
-        say(self.skipped[-1])
-        return False
+    def has(self, package: str) -> bool:
+        """Whether the peers' interpreter has a package; if not, a line says so."""
+        if self.peer is None:
+            say(f"{package} is skipped, no interpreter: give --peers-python PATH")
+            return False
+        try:
+            self.peer.call("version", package=package)
+        except PeerError as error:
+            say(f"{package} is skipped, {error}")
+            return False
+        return True
+
+    def paired(
+        self, case: str, contestants: dict[str, Callable[[], Any]]
+    ) -> tuple[dict[str, list[Took]], dict[str, Any]]:
+        """Run the contestants in turn."""
+        say(f"{case}: {', '.join(contestants)}")
+        return in_turn(contestants, self.sizes.rounds)
 
 
 def say(line: str) -> None:
     """A line of progress."""
     print(line, file=sys.stderr, flush=True)
-
-
-def paired(
-    bench: Bench, job: str, case: str, contestants: dict[str, Callable[[], Any]]
-) -> tuple[dict[str, list[Took]], dict[str, Any]]:
-    """Run the contestants in turn, after a round that is not timed."""
-    say(f"{job}: {case}, {', '.join(contestants)}")
-    return in_turn(contestants, bench.sizes.rounds, warm_up=True)
 
 
 # Jobs
@@ -209,19 +200,35 @@ def perplexity(bench: Bench) -> Iterator[Comparison]:
         return losses
 
     case, peer = f"{sizes.windows} x {sizes.window} tokens", "transformers forward"
-    times, losses = paired(bench, "perplexity", case, {OURS: ours, peer: theirs})
+    times, losses = bench.paired(case, {OURS: ours, peer: theirs})
     pairs = zip(losses[OURS], losses[peer], strict=True)
     is_equal = all(abs(own - other) < LOSS for own, other in pairs)
-    yield Comparison("perplexity", case, peer, times[OURS], times[peer], is_equal)
+    yield Comparison(case, peer, times[OURS], times[peer], is_equal)
 
 
-def press_of(method: str) -> list[Any]:
-    """kvpress's class of a method, and its settings."""
-    name, settings, _ = PRESSES[method]
-    return [name, settings | {"compression_ratio": EVICTED}]
+def asked(bench: Bench, methods: Sequence[str], length: int) -> Iterator[Comparison]:
+    """A question to a context of so many tokens, under each method. Ours share its dense pass, which runs anew in each
+    round."""
+    if not bench.has("kvpress"):
+        return
+    context = bench.loaded.tokenizer.decode(bench.text_ids(length))
+    tokens = bench.peer.call("tokens", context=context, question=QUESTION)
+
+    def ours() -> list[str]:
+        prompts = DensePrompts(ALL_BYTES) if len(methods) > 1 else None
+        return [answer(bench, method, tokens, prompts) for method in methods]
+
+    presses = []
+    for method in methods:
+        name, settings, _ = PRESSES[method]
+        presses.append([name, settings | {"compression_ratio": EVICTED}])
+    told = {"context": context, "question": QUESTION, "presses": presses, "max_new_tokens": bench.sizes.answer}
+    case = f"{methods[0] if len(methods) == 1 else f'{len(methods)} methods'}, {length} tokens"
+    times, texts = bench.paired(case, {OURS: ours, "kvpress": partial(bench.peer.timed, "ask", **told)})
+    yield Comparison(case, "kvpress", times[OURS], times["kvpress"], texts[OURS] == texts["kvpress"])
 
 
-def answer(bench: Bench, method: str, tokens: Sequence[Sequence[int]], prompts: DensePrompts | None = None) -> str:
+def answer(bench: Bench, method: str, tokens: Sequence[Sequence[int]], prompts: DensePrompts | None) -> str:
     """Our answer to a question that a method did not know. tokens: of the context and of the question."""
     context, question = tokens
     kept = int(len(context) * (1 - EVICTED))  # as kvpress counts
@@ -237,87 +244,41 @@ def answer(bench: Bench, method: str, tokens: Sequence[Sequence[int]], prompts: 
 
 def question(bench: Bench) -> Iterator[Comparison]:
     """A question to a cache that was reduced before."""
-    if not bench.has("kvpress", "question"):
-        return
     for length in bench.sizes.contexts:
-        context = bench.loaded.tokenizer.decode(bench.text_ids(length))
-        tokens = bench.peer.call("tokens", context=context, question=QUESTION)
         for method in ASKED:
-            asked = {"context": context, "question": QUESTION, "presses": [press_of(method)]}
-            theirs = partial(bench.peer.call, "ask", **asked, max_new_tokens=bench.sizes.answer)
-            case = f"{method}, {length} tokens"
-            contestants = {OURS: partial(answer, bench, method, tokens), "kvpress": theirs}
-            times, texts = paired(bench, "question", case, contestants)
-            is_equal = [texts[OURS]] == texts["kvpress"]
-            yield Comparison("question", case, "kvpress", times[OURS], times["kvpress"], is_equal)
+            yield from asked(bench, [method], length)
 
 
 def sweep(bench: Bench) -> Iterator[Comparison]:
-    """Several methods on one prompt. Ours share its dense pass, which runs anew in each round."""
-    if not bench.has("kvpress", "sweep"):
-        return
-    length = bench.sizes.contexts[0]
-    context = bench.loaded.tokenizer.decode(bench.text_ids(length))
-    tokens = bench.peer.call("tokens", context=context, question=QUESTION)
-
-    def ours() -> list[str]:
-        prompts = DensePrompts(ALL_BYTES)
-        return [answer(bench, method, tokens, prompts) for method in PRESSES]
-
-    asked = {"context": context, "question": QUESTION, "presses": [press_of(method) for method in PRESSES]}
-    theirs = partial(bench.peer.call, "ask", **asked, max_new_tokens=bench.sizes.answer)
-    case = f"{len(PRESSES)} methods, {length} tokens"
-    times, texts = paired(bench, "sweep", case, {OURS: ours, "kvpress": theirs})
-    yield Comparison("sweep", case, "kvpress", times[OURS], times["kvpress"], texts[OURS] == texts["kvpress"])
-
-
-def our_lm(bench: Bench, method: str, task: str) -> TemplateLM:
-    """A method as lm-eval's model."""
-    config = bench.config("experiment=tasks", f"method={method}")
-    engine = ReplayEngine(config, bench.loaded, task, io.StringIO())
-    return engine.lm(Prefill("dense"))
+    """Several methods on one prompt."""
+    yield from asked(bench, [*PRESSES], bench.sizes.contexts[0])
 
 
 def against_hflm(
-    bench: Bench, job: str, case: str, call: str, requests: Sequence[Instance], equal: Callable[[Any, Any], bool]
+    bench: Bench, case: str, call: str, requests: Sequence[Instance], equal: Callable[[Any, Any], bool]
 ) -> Iterator[Comparison]:
-    """The full cache and other methods against HFLM at its fastest batch size, by CPU seconds of a first round."""
-    fastest, least = None, None
+    """The full cache and other methods against HFLM at its fastest batch size, by CPU seconds of a round."""
+    theirs: dict[str, Callable[[], Any]] = {}
     for size in BATCH_SIZES:
-        if size > len(requests) and size > 1:
-            continue
-        lm = HFLM(pretrained=bench.loaded.model, tokenizer=bench.loaded.tokenizer, batch_size=size)
-        run = partial(getattr(lm, call), requests, disable_tqdm=True)
-        began = Took.now()
-        run()
-        took = Took.now().since(began)
-        say(f"{job}: {case}, HFLM at batch {size}: {took.cpu_s:.1f} CPU seconds")
-        if least is None or took.cpu_s < least:
-            least, fastest = took.cpu_s, (f"HFLM, batch {size}", run)
-    peer, theirs = fastest
-    contestants = {OURS: partial(getattr(our_lm(bench, "full", job), call), requests)}
-    for method in bench.methods:
-        contestants[method] = partial(getattr(our_lm(bench, method, job), call), requests)
-    times, answers = paired(bench, job, case, contestants | {peer: theirs})
-    yield Comparison(job, f"{case}, full", peer, times[OURS], times[peer], equal(answers[OURS], answers[peer]))
-    for method in bench.methods:
-        yield Comparison(job, f"{case}, {method}", peer, times[method], times[peer], None)
+        if size <= max(1, len(requests)):
+            lm = HFLM(pretrained=bench.loaded.model, tokenizer=bench.loaded.tokenizer, batch_size=size)
+            theirs[f"HFLM, batch {size}"] = partial(getattr(lm, call), requests, disable_tqdm=True)
+    times, _ = in_turn(theirs, 1)
+    peer = min(times, key=lambda name: times[name][0].cpu_s)
+    contestants = {peer: theirs[peer]}
+    for method in ("full", *bench.methods):
+        engine = ReplayEngine(bench.config("experiment=tasks", f"method={method}"), bench.loaded, case, io.StringIO())
+        contestants[method] = partial(getattr(engine.lm(Prefill("dense")), call), requests)
+    times, answers = bench.paired(case, contestants)
+    for method in ("full", *bench.methods):
+        is_equal = equal(answers[method], answers[peer]) if method == "full" else None
+        yield Comparison(f"{case}, {method}", peer, times[method], times[peer], is_equal)
 
 
 def choices(bench: Bench) -> Iterator[Comparison]:
-    """Multiple choice with 5 examples: of a folder of data OpenBookQA and COPA, else ends of the offline sentences."""
-    if bench.data_root is None:
-        count = bench.sizes.questions
-        yield from against_hflm(bench, "choices", f"{count} questions", "loglikelihood", endings(count), same_scores)
-        return
-    tasks = [f"data.root={bench.data_root}", "data=local", "tasks=[openbookqa,copa]"]
-    config = bench.config("experiment=tasks", "method=full", *tasks, f"num_samples={bench.sizes.questions}")
-    suite = load_suite(config, bench.loaded)
-    for name in config.tasks:
-        task = suite.tasks[name]
-        task.build_all_requests(limit=config.num_samples)
-        case = f"{config.num_samples} of {name}"
-        yield from against_hflm(bench, "choices", case, "loglikelihood", task.instances, same_scores)
+    """Multiple choice with 5 examples: ends of the offline sentences."""
+    count = bench.sizes.questions
+    yield from against_hflm(bench, f"{count} questions", "loglikelihood", endings(count), same_scores)
 
 
 def endings(count: int) -> list[Instance]:
@@ -354,24 +315,18 @@ def texts(bench: Bench) -> Iterator[Comparison]:
         settings = {"until": ["Question:"], "max_gen_toks": sizes.text_new}
         requests.append(Instance("generate_until", {}, (context, settings), 0, metadata=("texts", number, 1)))
     case = f"{sizes.texts} x {sizes.text_context} + {sizes.text_new} tokens"
-    yield from against_hflm(bench, "texts", case, "generate_until", requests, list.__eq__)
+    yield from against_hflm(bench, case, "generate_until", requests, list.__eq__)
 
 
 def live_steps(bench: Bench, prompt: SharedPrompt, config: Any) -> Timed:
     """Live steps of ours from a prompt on, its cache on the device. The result is the new tokens of each sequence."""
-    sizes = bench.sizes
-    count = sizes.warm_up + sizes.steps
-    num_prompt = prompt.prompt.ids.shape[1]
-    rows = [TokenCounts(cached, num_prompt, num_prompt + count) for cached in range(num_prompt, num_prompt + count)]
+    count = bench.sizes.warm_up + bench.sizes.steps
     with attach(bench.loaded.model) as attached:
-        setup = prepare(config, bench.loaded, attached, lambda: rows)
-        session = LiveSession(
-            attached, setup.method, max_new_tokens=count + 1, codec=setup.codec, calibration=setup.calibration
-        )
-        with closing(session):
+        setup = prepare(config, bench.loaded, attached, list)
+        with closing(open_live(attached, setup, count + 1)) as session:
             found = [session.start(prompt.prompt).argmax(-1)]
             for step in range(count):
-                if step == sizes.warm_up:
+                if step == bench.sizes.warm_up:
                     began = Took.now()
                 found.append(session.decode_step(found[-1]).argmax(-1))
             tokens = torch.stack(found, 1).tolist()  # waits for a GPU
@@ -402,13 +357,13 @@ def decode_full(bench: Bench) -> Iterator[Comparison]:
             return decode(model, cache, token, bench.sizes.warm_up, bench.sizes.steps)
 
         contestants = {OURS: partial(live_steps, bench, prompt, config), peer: theirs}
-        times, tokens = paired(bench, "decode", case, contestants)
-        yield Comparison("decode", case, peer, times[OURS], times[peer], tokens[OURS] == tokens[peer])
+        times, tokens = bench.paired(case, contestants)
+        yield Comparison(case, peer, times[OURS], times[peer], tokens[OURS] == tokens[peer])
 
 
 def quantized(bench: Bench) -> Iterator[Comparison]:
     """Steps of a cache in 4 bits. transformers' keeps the last 128 tokens as they are, and decodes all others anew."""
-    backends = [backend for backend in ("quanto", "hqq") if bench.has(backend, "quantized")]
+    backends = [backend for backend, package in BACKENDS.items() if bench.has(package)]
     if not backends:
         return
     config = bench.config("experiment=latency", "method=int4", "placement=device")
@@ -417,10 +372,10 @@ def quantized(bench: Bench) -> Iterator[Comparison]:
         contestants: dict[str, Callable[[], Any]] = {OURS: partial(live_steps, bench, prompt, config)}
         for backend in backends:
             asked = {"ids": prompt.prompt.ids.tolist(), "warm_up": sizes.warm_up, "steps": sizes.steps}
-            contestants[backend] = partial(bench.peer.call, "decode", backend=backend, **asked)
-        times, _ = paired(bench, "quantized", case, contestants)
+            contestants[backend] = partial(bench.peer.timed, "decode", backend=backend, **asked)
+        times, _ = bench.paired(case, contestants)
         for backend in backends:
-            yield Comparison("quantized", case, f"QuantizedCache, {backend}", times[OURS], times[backend], None)
+            yield Comparison(case, f"QuantizedCache, {backend}", times[OURS], times[backend], None)
 
 
 JOBS: dict[str, Callable[[Bench], Iterator[Comparison]]] = {
@@ -434,156 +389,65 @@ JOBS: dict[str, Callable[[Bench], Iterator[Comparison]]] = {
 }
 
 
-# Table
-
-
-def row_of(found: Comparison) -> dict[str, Any]:
-    """A line of the table, for a program."""
-    row: dict[str, Any] = {"job": found.job, "case": found.case, "peer": found.peer}
-    for clock in ("cpu_s", "wall_s"):
-        ours = [getattr(took, clock) for took in found.ours]
-        theirs = [getattr(took, clock) for took in found.theirs]
-        ratio, between = ratios(ours, theirs)
-        row |= {f"ours_{clock}": statistics.median(ours), f"peer_{clock}": statistics.median(theirs)}
-        row |= {f"{clock}_ratio": ratio, f"{clock}_ratio_spread": between}
-    return row | {"rounds": len(found.ours), "equal": found.is_equal}
-
-
-def table(found: Sequence[Comparison]) -> str:
-    """The lines as Markdown."""
-    header = [
-        "job",
-        "case",
-        "peer",
-        "CPU s, ours",
-        "peer",
-        "ours / peer",
-        "wall s, ours",
-        "peer",
-        "ours / peer",
-        "equal",
-    ]
-    lines = []
-    for comparison in found:
-        row = row_of(comparison)
-        line = [row["job"], row["case"], row["peer"]]
-        for clock in ("cpu_s", "wall_s"):
-            line += [f"{row[f'ours_{clock}']:.2f}", f"{row[f'peer_{clock}']:.2f}"]
-            line.append(f"{row[f'{clock}_ratio']:.2f} ({row[f'{clock}_ratio_spread']})")
-        lines.append([*line, {True: "yes", False: "NO", None: "-"}[row["equal"]]])
-    return tabulate(lines, header, "pipe", disable_numparse=True)
-
-
-def write(folder: str | None, found: Sequence[Comparison], lines: Sequence[str]) -> str:
-    """Returns the table below the first line and above the others, and writes it to a folder if one is given."""
-    title, *others = lines
-    shown = "\n\n".join([title, table(found), *others])
-    if folder is not None:
-        out = Path(folder)
-        out.mkdir(parents=True, exist_ok=True)
-        rows = [row_of(comparison) for comparison in found]
-        write_atomic(out / "peers.csv", pd.DataFrame(rows).to_csv(index=False))
-        write_atomic(out / "peers.md", f"{shown}\n")
-    return shown
-
-
 # The command
 
 
-def peers_command(folder: Path) -> list[list[str]]:
-    """The commands that make the peers' environment, with the torch that runs here."""
-    python = str(folder / "bin" / "python")
-    packages = [f"torch=={torch.__version__}", "kvpress==0.5.5", "optimum-quanto", "hqq"]
-    return [[sys.executable, "-m", "venv", "--clear", str(folder)], [python, "-m", "pip", "install", *packages]]
+def line_of(job: str, found: Comparison) -> str:
+    """A line of the table, as Markdown."""
+    cells = [job, found.case, found.peer]
+    for clock in ("cpu_s", "wall_s"):
+        ours = [getattr(took, clock) for took in found.ours]
+        theirs = [getattr(took, clock) for took in found.theirs]
+        ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
+        cells += [f"{statistics.median(seconds):.2f}" for seconds in (ours, theirs, ratios)]
+        cells[-1] += f" ({spread(ratios)})"
+    return f"| {' | '.join(cells)} | {({True: 'yes', False: 'NO', None: '-'})[found.is_equal]} |"
 
 
-def peers_python(options: argparse.Namespace) -> str | None:
-    """The peers' interpreter: the one that was given, or the environment in the cache folder if it is there."""
-    if options.peers_python is not None:
-        if not Path(options.peers_python).is_file():
-            raise UserError(f"--peers-python {options.peers_python}: there is no such file; give an interpreter's path")
-        return options.peers_python
-    folder = cache_dir() / "peers"
-    if options.make_peers:
-        for command in peers_command(folder):
-            say(" ".join(command))
-            try:
-                subprocess.run(command, check=True)
-            except subprocess.CalledProcessError as error:
-                raise UserError(f"--make-peers: the last command ended with code {error.returncode}") from error
-    python = folder / "bin" / "python"
-    return str(python) if python.is_file() else None
-
-
-def compare(options: argparse.Namespace) -> list[str]:
-    """Run the jobs, and print and write the table. Returns a line for each that failed or is not equal to its peer."""
-    for name in options.jobs:
-        if name not in JOBS:
-            raise UserError(f"--jobs {' '.join(options.jobs)}: {name!r} is none; {nearest(name, JOBS)}")
-    for option in ("rounds", "threads"):
-        value = getattr(options, option)
-        if value is not None and value < 1:
-            raise UserError(f"--{option} {value}: must be at least 1")
-    sizes = QUICK if options.quick else Sizes()
-    if options.rounds is not None:
-        sizes = sizes._replace(rounds=options.rounds)
-    say(machine())
-    kept = not options.returned and keep_freed_memory()  # before anything large is allocated
+def compare(options: argparse.Namespace) -> bool:
+    """Run the jobs and print the table, each line as it comes. Returns whether a job failed or is not equal to its
+    peer; a line says which."""
     torch.set_num_threads(options.threads)
-    with refused("the settings"):
-        config = load(["experiment=tasks", "method=full", *options.settings])
-    python = peers_python(options)
-    loaded = load_model(config.model)
-    memory = "stays mapped" if kept else "goes back to the system"
-    title = f"{loaded.name}, {options.threads} threads, {sizes.rounds} rounds; memory that is freed {memory}"
-    found: list[Comparison] = []
-    with TemporaryDirectory() as folder:
-        bench = Bench(loaded, options.settings, sizes, options.methods, options.data_root)
-        if python is not None:
-            disable_progress_bar()
+    loaded = load_model(load(["experiment=tasks", "method=full", *options.settings]).model)
+    sizes = QUICK if options.quick else Sizes()
+    sizes = sizes._replace(rounds=options.rounds or sizes.rounds)
+    memory = "stays mapped" if "MALLOC_TRIM_THRESHOLD_" in os.environ else "goes back to the system"
+    say(f"{processor()}; a copy within memory runs at {measure_copy_rate() / 1e9:.1f} GB/s")
+    print(f"{loaded.name}, {options.threads} threads, {sizes.rounds} rounds; memory that is freed {memory}\n\n{HEADER}")
+    has_problem = False
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        peer = None
+        if options.peers_python is not None:
             loaded.model.save_pretrained(folder)
             loaded.tokenizer.save_pretrained(folder)
-            bench.peer = Peer(python, folder, options.threads, kept)
-        for name in options.jobs:
+            peer = stack.enter_context(Peer(options.peers_python, folder, options.threads))
+        bench = Bench(loaded, options.settings, sizes, options.methods, peer)
+        for job in options.jobs:
             try:
-                for comparison in JOBS[name](bench):
-                    found.append(comparison)
-                    ratio = row_of(comparison)["cpu_s_ratio"]
-                    say(f"  {comparison.case}: {ratio:.2f} of {comparison.peer}'s CPU seconds")
-                    write(options.out, found, [title])
+                for comparison in JOBS[job](bench):
+                    print(line_of(job, comparison), flush=True)
+                    if comparison.is_equal is False:
+                        has_problem = True
+                        say(f"{job}, {comparison.case}: not equal to {comparison.peer}")
             except (PeerError, ValueError) as error:  # the other jobs are of use
-                bench.failed.append(f"{name}: failed, {reason(error)}")
-                say(bench.failed[-1])
-        if bench.peer is not None:
-            bench.peer.close()
-    print(write(options.out, found, [title, *bench.skipped, *bench.failed]))
-    unequal = [f"{line.job}, {line.case}: not equal to {line.peer}" for line in found if line.is_equal is False]
-    return [*bench.failed, *unequal]
+                has_problem = True
+                say(f"{job}: failed, {reason(error)}")
+    return has_problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 where a job failed or results that must be equal differ, 2 for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--jobs", nargs="+", default=[*JOBS], metavar="JOB", help=f"of {', '.join(JOBS)}")
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help="settings of every run, such as the model")
+    parser.add_argument("--jobs", nargs="+", default=[*JOBS], choices=JOBS)
     parser.add_argument("--quick", action="store_true", help="small sizes and two rounds, in a few minutes")
     parser.add_argument("--rounds", type=int, help="timed rounds; default 3, with --quick 2")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--methods", nargs="*", default=["h2o", "infinigen2"], help="beside the full cache, in tasks")
-    parser.add_argument("--data-root", metavar="DIR", help="folder with openbookqa/ and copa/ as JSON lines")
     parser.add_argument("--peers-python", metavar="PATH", help="interpreter with kvpress, optimum-quanto and hqq")
-    parser.add_argument("--make-peers", action="store_true", help="make that interpreter in the cache folder first")
-    parser.add_argument("--returned", action="store_true", help="freed memory goes back to the system, as by default")
-    parser.add_argument("--out", metavar="DIR", help="folder for peers.csv and peers.md")
-    parser.add_argument("settings", nargs="*", metavar="SETTING", help="settings of every run, such as the model")
     options = parser.parse_intermixed_args(argv)
-    jobs_and_settings = [*options.jobs, *options.settings]
-    options.jobs = [word for word in jobs_and_settings if "=" not in word]
-    options.settings = [word for word in jobs_and_settings if "=" in word]
-    problems: list[str] = []
-    code = exit_code(lambda: problems.extend(compare(options)))
-    for problem in problems:
-        say(problem)
-    return code or int(bool(problems))
+    problems: list[bool] = []
+    return exit_code(lambda: problems.append(compare(options))) or int(problems[0])
 
 
 if __name__ == "__main__":

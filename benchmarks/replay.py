@@ -1,8 +1,8 @@
 """What replay of each method costs, in multiples of replay of the full cache with torch's fused attention.
 
     python -m benchmarks.replay                          ratios: one 2,048-token window, prompt 256, default model
-    python -m benchmarks.replay --memory --seq-len 8192  peak memory of one window, one process per method
-    python -m benchmarks.replay --memory --live --seq-len 8192 --prefill-len 8160 model=llama2-7b    the same, live
+    python -m benchmarks.replay --memory --seq-len 8192 --cases h2o      this method's peak memory instead
+    python -m benchmarks.replay model=llama2-7b --live --seq-len 8192 --prefill-len 8160 --memory --cases h2o
 
 What is left are settings of every case, such as the model. A timed interval is prompt, decode rows and output head of
 one window; loading, calibration and scoring are outside. Methods run in turn within a round, and the full cache with
@@ -15,17 +15,15 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor
 
 from benchmarks.timing import in_turn, spread
-from harness.checks.two_ways import open_live, open_replay
+from harness.checks.two_ways import LINK_BYTES_PER_S, open_live, open_replay
 from harness.data.text import offline_text, token_ids
 from harness.decode.links import open_link
 from harness.model.attach import attach
@@ -35,21 +33,9 @@ from harness.replay.setup import Setup, prepare
 from harness.run.compose import load
 
 HEAD_CHUNK = 128
-CASES = {
-    "full": ["method=full"],
-    "int4": ["method=int4"],
-    "infinigen": ["method=infinigen"],
-    "infinigen, fixed cap": ["method=infinigen", "method.alpha=inf"],
-    "h2o": ["method=h2o"],
-    "streaming": ["method=streaming"],
-    "snapkv": ["method=snapkv"],
-    "quest": ["method=quest"],
-    "oracle": ["method=oracle"],
-    "infinigen2": ["method=infinigen2"],
-}
-LINK_RATE = 1e12
-"""Bytes per second of the emulated link, where seconds do not count."""
-LIMITS = {"int4": 1.2, "infinigen": 1.6, "infinigen, fixed cap": 1.6, "h2o": 1.8, "quest": 1.4}
+FIRST = 1024
+"""The window's first token in the offline text."""
+METHODS = ("full", "int4", "infinigen", "h2o", "streaming", "snapkv", "quest", "oracle", "infinigen2")
 
 
 def run_window(attached: Attached, setup: Setup, window: Tensor, prompt: int) -> None:
@@ -67,7 +53,7 @@ def run_window(attached: Attached, setup: Setup, window: Tensor, prompt: int) ->
 def run_live(attached: Attached, setup: Setup, window: Tensor, prompt: int) -> None:
     """The same window live: the prompt, then a step for each further token."""
     steps = window.shape[1] - prompt
-    with open_link(attached.device, bytes_per_s=LINK_RATE) as link:
+    with open_link(attached.device, bytes_per_s=LINK_BYTES_PER_S) as link:
         session = open_live(attached, setup, steps, placement="host", link=link)
         with closing(session):
             session.prefill(window[:, :prompt], torch.ones_like(window[:, :prompt], dtype=torch.bool))
@@ -75,46 +61,19 @@ def run_live(attached: Attached, setup: Setup, window: Tensor, prompt: int) -> N
                 session.decode_step(window[:, prompt + step])
 
 
-@contextmanager
-def windows(args: argparse.Namespace, cases: Sequence[str]) -> Iterator[dict[str, Callable[[], None]]]:
-    """A run of each case; the full cache is a single dense pass, unless it is decoded live."""
-    configs = {case: load([*CASES[case], *args.settings]) for case in cases}
-    loaded = load_model(configs[cases[0]].model)
-    seq_len, run = args.seq_len, run_live if args.live else run_window
-    window = torch.tensor([token_ids(offline_text(), loaded.tokenizer)[1024 : 1024 + seq_len]])
-    with attach(loaded.model) as attached:
-        yield {
-            case: partial(
-                run,
-                attached,
-                prepare(config, loaded, attached, list),
-                window,
-                seq_len if case == "full" and not args.live else args.prefill_len,
-            )
-            for case, config in configs.items()
-        }
+def ratios(runs: Mapping[str, Callable[[], None]], rounds: int) -> Iterator[str]:
+    """A line of each method: median, spread and the ratio to full."""
+    times, _ = in_turn(runs, rounds)
+    full = statistics.median(took.wall_s for took in times["full"])
+    for method, took in times.items():
+        seconds = [each.wall_s for each in took]
+        median = statistics.median(seconds)
+        yield f"{method:22s} {median:6.2f} s ({spread(seconds)})   {median / full:5.2f} x full"
 
 
-def ratios(args: argparse.Namespace) -> None:
-    """Print medians, spread and the ratio to full, which is timed whatever the cases are."""
-    cases = list(dict.fromkeys(["full", *args.cases]))
-    with windows(args, cases) as runs:
-        times, _ = in_turn(runs, args.rounds, warm_up=True)
-    seconds = {case: [took.wall_s for took in of_case] for case, of_case in times.items()}
-    print(f"window {args.seq_len}, prompt {args.prefill_len}, {torch.get_num_threads()} threads, {args.rounds} rounds")
-    full = statistics.median(seconds["full"])
-    for case, values in seconds.items():
-        median = statistics.median(values)
-        limit = f"   limit {LIMITS[case]}" if case in LIMITS else ""
-        print(f"{case:22s} {median:6.2f} s ({spread(values)})   {median / full:5.2f} x full{limit}")
-
-
-def peak_bytes(case: str, args: argparse.Namespace) -> tuple[int, int]:
-    """Peak resident memory of this process once the model is there, and after one window."""
-    with windows(args, [case]) as runs:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        runs[case]()
-    return before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_gib() -> float:
+    """The largest resident memory of this process up to now."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def main() -> None:
@@ -123,22 +82,34 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--prefill-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
+    parser.add_argument("--memory", action="store_true", help="peak memory of one method, instead of time")
     parser.add_argument("--live", action="store_true", help="live decoding instead of replay")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES], help="methods, by default all")
+    parser.add_argument("--cases", nargs="+", metavar="METHOD", default=METHODS, help="files of conf/method")
     parser.add_argument("settings", nargs="*", metavar="SETTING", help="settings of every case, such as the model")
-    args = parser.parse_intermixed_args()
-    if not 1 <= args.prefill_len < args.seq_len - 1:
-        parser.error(f"--prefill-len {args.prefill_len}: must be from 1 to --seq-len - 2 = {args.seq_len - 2}")
-    if not args.memory:
-        ratios(args)
-        return
-    for case in args.cases:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            before, peak = (each / 2**30 for each in process.submit(peak_bytes, case, args).result())
-        print(
-            f"{case:22s} {peak:5.2f} GiB peak resident, {before:.2f} before it began, window {args.seq_len}", flush=True
-        )
+    options = parser.parse_intermixed_args()
+    if not 1 <= options.prefill_len < options.seq_len - 1:
+        parser.error(f"--prefill-len {options.prefill_len}: must be from 1 to --seq-len - 2 = {options.seq_len - 2}")
+    if options.memory and len(options.cases) != 1:
+        parser.error("--memory: a process has one peak, so give it one method by --cases")
+    methods = options.cases if options.memory else dict.fromkeys(["full", *options.cases])
+    configs = {method: load([f"method={method}", *options.settings]) for method in methods}
+    loaded = load_model(next(iter(configs.values())).model)
+    window = torch.tensor([token_ids(offline_text(), loaded.tokenizer)[FIRST : FIRST + options.seq_len]])
+    runs = {}
+    with attach(loaded.model) as attached:
+        for method, config in configs.items():
+            is_dense = method == "full" and not options.live
+            prompt = options.seq_len if is_dense else options.prefill_len
+            setup = prepare(config, loaded, attached, list)
+            runs[method] = partial(run_live if options.live else run_window, attached, setup, window, prompt)
+        lengths = f"window {options.seq_len}, prompt {options.prefill_len}, {torch.get_num_threads()} threads"
+        if options.memory:
+            before, method = peak_gib(), options.cases[0]
+            runs[method]()
+            print(f"{method}: {peak_gib():.2f} GiB peak resident, {before:.2f} before it began; {lengths}")
+            return
+        print(f"{lengths}, {options.rounds} rounds")
+        print(*ratios(runs, options.rounds), sep="\n")
 
 
 if __name__ == "__main__":

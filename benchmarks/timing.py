@@ -5,13 +5,9 @@ Plain Python alone, since the interpreter of the peers imports it, too.
 
 from __future__ import annotations
 
-import ctypes
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 class Took(NamedTuple):
@@ -37,17 +33,14 @@ class Timed(NamedTuple):
     result: Any
 
 
-def in_turn(
-    contestants: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: bool = False
-) -> tuple[dict[str, list[Took]], dict[str, Any]]:
-    """Run every contestant once a round, in every other round in reverse order.
+def in_turn(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, list[Took]], dict[str, Any]]:
+    """Run every contestant once a round, in every other round in reverse order, after a round that is not timed.
 
     Returns what each round took and the last result, by name. A contestant that returns `Timed` has timed itself.
-    warm_up: one more round goes before them, untimed.
     """
     times: dict[str, list[Took]] = {name: [] for name in contestants}
     results: dict[str, Any] = {}
-    for number in range(rounds + warm_up):
+    for number in range(rounds + 1):
         order = list(contestants.items())
         if number % 2:
             order.reverse()
@@ -58,26 +51,10 @@ def in_turn(
             if isinstance(result, Timed):
                 took, result = result
             results[name] = result
-            if number >= warm_up:
-                times[name].append(took)
-    return times, results
+            times[name].append(took)
+    return {name: rounds[1:] for name, rounds in times.items()}, results
 
 
-def spread(values: Sequence[float], factor: float = 1.0) -> str:
+def spread(values: Sequence[float]) -> str:
     """The least and the largest value."""
-    return f"{factor * min(values):.2f} to {factor * max(values):.2f}"
-
-
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str]:
-    """Median over the rounds of ours / theirs, and its spread."""
-    found = [one / other for one, other in zip(ours, theirs, strict=True)]
-    return statistics.median(found), spread(found)
-
-
-def keep_freed_memory() -> bool:
-    """Have glibc keep freed memory mapped, and serve large requests from it; returns whether it does."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # another C library
-        return False
-    return all(mallopt(threshold, 2**31 - 1) == 1 for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD))
+    return f"{min(values):.2f} to {max(values):.2f}"

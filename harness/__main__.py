@@ -7,6 +7,7 @@ RUN` lists the questions that a run lost. `kv-harness advise` is short for `expe
 It lies above all other modules: it hands the figures of `plots` to `harness`, which knows none.
 """
 
+import signal
 import sys
 
 from harness.errors import USERS, interruptible, missing
@@ -31,9 +32,10 @@ def main() -> int:
 
         return lm_command.main(sys.argv[2:])
     if sys.argv[1:2] == ["samples"]:
-        from harness.run import samples_command
+        from harness.results import lost
 
-        return samples_command.main(sys.argv[2:])
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # its reader may leave, as `| head` does
+        return lost.main(sys.argv[2:])
     words = sys.argv[1:]
     if words[:1] == ["advise"]:
         words[0] = "experiment=advise"

@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -25,7 +24,6 @@ from harness.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
 SETTLED_S = 2.0
 """A file that changed so recently may change again within a tick of its file system's clock."""
 SCRATCH = ".kv-scratch"
@@ -136,15 +134,6 @@ def _not_writable(path: Path, error: OSError) -> UserError:
     return UserError(f"results_dir: {path} cannot be written ({error.strerror or error})")
 
 
-def free_path(pattern: Path) -> Path:
-    """The first path that does not exist, with a number from 1 on for the `*` of its name."""
-    for number in itertools.count(1):
-        path = pattern.with_name(pattern.name.replace("*", str(number)))
-        if not path.exists():
-            break
-    return path
-
-
 @contextlib.contextmanager
 def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
     """Hold the lock of a folder of results; yields False if the file system has no locks.
@@ -175,29 +164,6 @@ def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
         if has_locks:
             path.unlink(missing_ok=True)  # while it is held, so that none is taken that has no name
             lock.release()
-
-
-def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:
-    """Repeat `derive` until no file that matches `pattern` under `folder` changed meanwhile.
-
-    `derive` reads these files. If several processes write the same table or figure, the last to
-    write has then read the results of all.
-    """
-    while True:
-        before = _stamps(folder, pattern)
-        derived = derive()
-        if _stamps(folder, pattern) == before:
-            return derived
-
-
-def _stamps(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:
-    """Inode and time of change: every atomic write makes a new inode."""
-    found = {}
-    for path in folder.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):  # gone since it was listed
-            stat = path.stat()
-            found[path] = (stat.st_ino, stat.st_mtime_ns)
-    return found
 
 
 def text_sha256(*texts: str) -> str:

@@ -142,7 +142,7 @@ def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
 
 def of_paper(figure: str) -> pd.DataFrame:
     """The paper's numbers for a figure or table; `value` is a number, all else is words."""
-    numbers = pd.read_csv(columns.PUBLISHED_CSV, dtype=str, keep_default_na=False)
+    numbers = columns.published()
     return numbers[numbers.figure == figure].astype({"value": float})
 
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
+from harness.results import inputs
 from tests.hub_standin import Hub, serving
 
 RESOLVE = "/{repo_id}/resolve/{revision}/{filename}"
@@ -136,15 +137,6 @@ def runs(monkeypatch, tmp_path):
     return stand_in(monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def no_library() -> Iterator[None]:
-    """Reports without the explorer's library, which takes seconds to bundle; test_board looks for it in a report, and
-    test_report_browser runs it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("harness.report.page.library", lambda: "window.vegaEmbed = undefined;")
-        yield
-
-
 @pytest.fixture
 def small(monkeypatch) -> None:
     """`experiment=accuracy` cut down to three runs; composing all of them takes seconds."""
@@ -178,7 +170,8 @@ def own_folder(monkeypatch, tmp_path) -> Iterator[Path]:
 
 
 def forget(folder: Path, names: Iterable[str]) -> None:
-    """Let modules that lie in a folder be imported anew."""
+    """Let modules that lie in a folder be imported anew, and what is kept of sources be read anew."""
+    inputs.source_line.cache_clear()
     for name in names:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
             del sys.modules[name]

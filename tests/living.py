@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checks import two_ways as decode
-from harness.checks.two_ways import STEPS, TOLERANCE, Result, force, largest_difference, token_batch
+from harness.checks import two_ways
+from harness.checks.two_ways import STEPS, TOLERANCE, Result, Trial, force, largest_difference, token_batch
 from harness.decode.links import EmulatedLink, Link, Ticket
 from harness.decode.session import LiveSession
 from harness.decode.store import Chosen, KVStore, RowFormat, SlotRequest
@@ -125,10 +125,15 @@ def setup_of(attached: Attached, case: Case) -> Setup:
 
 
 def replay(
-    attached: Attached, case: Case, prompts: tuple[int, ...], prefill_len: int | None = None, **options
+    attached: Attached,
+    case: Case,
+    prompts: tuple[int, ...],
+    prefill_len: int | None = None,
+    steps: int = STEPS,
+    **options,
 ) -> Result:
     """Teacher-forced over all rows at once."""
-    return decode.replay(attached, setup_of(attached, case), prompts, prefill_len, **options)
+    return Trial(attached, None, setup_of(attached, case), prompts, steps=steps).replay(prefill_len, **options)
 
 
 def replay_ids(attached: Attached, case: Case, ids: Tensor, real: Tensor) -> tuple[Tensor, ReadStats]:
@@ -143,12 +148,12 @@ def replay_ids(attached: Attached, case: Case, ids: Tensor, real: Tensor) -> tup
 
 def open_live(attached: Attached, case: Case, steps: int = STEPS, **options) -> LiveSession:
     """A live session of a case on a tiny model."""
-    return decode.open_live(attached, setup_of(attached, case), steps, **options)
+    return two_ways.open_live(attached, setup_of(attached, case), steps, **options)
 
 
-def live(attached: Attached, case: Case, prompts: tuple[int, ...], **options) -> Result:
+def live(attached: Attached, case: Case, prompts: tuple[int, ...], steps: int = STEPS, **options) -> Result:
     """The same rows one step at a time."""
-    return decode.live(attached, setup_of(attached, case), prompts, **options)
+    return Trial(attached, None, setup_of(attached, case), prompts, steps=steps).live(**options)
 
 
 @contextmanager

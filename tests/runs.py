@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from harness.model import source
 from harness.model.load import LoadedModel
 from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
+from harness.results.columns import read_frame
 from harness.run.compose import load
 from harness.run.runner import Run, run
 from harness.settings.config import RunConfig
@@ -35,6 +37,12 @@ def outcome(config: RunConfig) -> Outcome:
     metrics = values | {"kl_nats": 0.25, "budget": 0.2, "num_samples": 2}
     chunk = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": values}
     return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, chunks=[chunk])
+
+
+def rows_at(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a table; None where a number is missing, "" where words are."""
+    table = read_frame(Path(path))
+    return table.astype(object).where(table.notna(), None).to_dict("records")
 
 
 @dataclass

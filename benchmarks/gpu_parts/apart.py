@@ -38,25 +38,20 @@ def call_apart(act: Callable[[], object], limit_s: float) -> None:
     CONTEXT.set_forkserver_preload(PRELOADED)
     receiver, sender = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=_call, args=(act, limit_s, sender), daemon=True)
+    began = time.perf_counter()
     process.start()
     sender.close()
-    began = time.perf_counter()
-    has_died, failure = True, None
-    if receiver.poll(limit_s + GRACE_S):  # true at the end of a process as well
-        try:
-            failure = receiver.recv()
-            has_died = False
-        except EOFError:
-            pass
-        process.join(GRACE_S)
+    receiver.poll(limit_s + GRACE_S)  # for its word, or its end
     took_s = time.perf_counter() - began
-    if process.is_alive():
-        process.kill()
-        process.join(GRACE_S)  # until then it holds memory of the device
-    if has_died and took_s >= limit_s:
-        raise TimeoutError(f"took more than {limit_s:g} s")
-    if has_died:
-        raise UserError(f"its process ended with {_end_of(process.exitcode)}")
+    process.join(GRACE_S)
+    process.kill()
+    process.join(GRACE_S)  # until then it holds memory of the device
+    try:
+        failure = receiver.recv()
+    except EOFError as error:  # it died without a word
+        if took_s >= limit_s:
+            raise TimeoutError(f"took more than {limit_s:g} s") from error
+        raise UserError(f"its process ended with {_end_of(process.exitcode)}") from error
     if failure is not None:
         raise UserError(failure)
 

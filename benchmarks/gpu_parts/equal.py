@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from harness.checks.two_ways import TOLERANCE, largest_difference, live
+from harness.checks.two_ways import TOLERANCE, Trial, largest_difference
 from harness.decode.links import open_link
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
@@ -18,21 +17,16 @@ from harness.replay.setup import Setup, codec_of
 from harness.run.compose import load
 from harness.speed.link_rate import LinkRate
 from methods import compiled
-from methods.codecs.integers import IntegerCodec
-from methods.coded_keys import coded_scores, room_for_keys
 from methods.extras import Calibrates
 
 PROMPTS = (200, 180)
 CODED_TOLERANCE = 3e-2
 """Of logits under int4, where rounding moves a number to the next code."""
-SCORE_TOLERANCE = 1e-3
-"""Of scores of up to 60, which are sums of 128 products in fp32."""
-NUM_KEYS, HEAD_DIM = 2048, 128
 
 
 def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> Iterator[tuple[str, bool]]:
     """Words for each comparison of two ways to decode a tiny model, and whether they agree: cache on the host or on
-    the device; under CUDA kernels or torch's code. Last, scores on coded keys."""
+    the device; under CUDA kernels or torch's code."""
     model: Any = tiny_model("llama", num_key_value_heads=2)
     emulated = rate.bytes_per_s if device.type == "cpu" else None
     with attach(model.to(device)) as attached, open_link(device, bytes_per_s=emulated, tuning=rate.tuning) as link:
@@ -41,7 +35,7 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
             method, codec = config.method, codec_of(config)
             ids = torch.arange(256) % VOCAB_SIZE
             calibration = calibrate(attached, method, ids.tolist()) if isinstance(method, Calibrates) else None
-            decode = partial(live, attached, Setup(method, codec, calibration), PROMPTS)
+            decode = Trial(attached, link, Setup(method, codec, calibration), PROMPTS).live
             on_device = decode(placement="device").logits
             options = {"pinned": config.platform.pinned, "gpu_cache": config.gpu_cache}
             on_host = decode(placement="host", link=link, **options).logits
@@ -55,17 +49,3 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
                 difference = largest_difference(logits, on_device)
                 words = f"{label:18} {ways}: logits differ by {difference:g} (at most {allowed:g})"
                 yield words, difference <= allowed
-    yield coded_scores_equality(device)
-
-
-def coded_scores_equality(device: torch.device) -> tuple[str, bool]:
-    """Words for scores on an index in 4 bits against products with its decoded keys in fp64, and whether they agree."""
-    codec = IntegerCodec("int4")
-    packed = codec.encode(torch.randn(2, 8, NUM_KEYS, HEAD_DIM, device=device))
-    keys = room_for_keys(packed[:, :, :1], NUM_KEYS)
-    keys.copy_(packed)
-    query = torch.randn(2, 8, 4, HEAD_DIM, device=device)
-    expected = query.double() @ codec.decode(packed, HEAD_DIM, torch.float64).mT
-    difference = float((coded_scores(query, keys, codec) - expected).abs().max())
-    words = f"{'coded keys':18} scores and decoded: they differ by {difference:g} (at most {SCORE_TOLERANCE:g})"
-    return words, difference <= SCORE_TOLERANCE

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
-import statistics
 import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from harness.checks.two_ways import open_live
 from harness.decode.session import LiveSession
 from harness.model.attach import attach
 from harness.model.resources import Resources
 from harness.replay.setup import prepare
-from harness.run.runner import users_faults
 from harness.settings.config import BEHIND_LINK, RunConfig
 from harness.speed.latency import decode_rows, prompt_ids, require_length, two_memories
 from harness.speed.link_rate import idle_s
@@ -36,39 +36,24 @@ def trace_step(config: RunConfig, path: Path) -> None:
     """Profile a decode step of the run that `config` describes. Writes a Chrome trace to `path`, compressed where it
     ends with .gz, and prints the step's time without the profiler, its kernels, and how busy each stream was.
 
-    Raises UserError for what a run of these settings would refuse.
+    Raises UserError for a sequence that is too long for the model.
     """
-    with users_faults(config):
-        _trace_step(config, path)
-
-
-def _trace_step(config: RunConfig, path: Path) -> None:
-    loaded = Resources().model(config.model)
-    require_length(config.latency, loaded)
+    loaded, shape = Resources().model(config.model), config.latency
+    require_length(shape, loaded)
     with attach(loaded.model) as attached, two_memories(config, attached) as (_, link):
-        setup = prepare(config, loaded, attached, lambda: decode_rows(config.latency))
-        session = LiveSession(
-            attached,
-            setup.method,
-            max_new_tokens=config.latency.gen_len,
-            codec=setup.codec,
-            placement=config.placement,
-            link=link if config.placement in BEHIND_LINK else None,
-            calibration=setup.calibration,
-            gpu_cache=config.gpu_cache,
-            pinned=config.platform.pinned,
-        )
-        with closing(session):
-            ids = prompt_ids(config, loaded).to(attached.device)
-            found = _profiled(session, ids)
+        setup = prepare(config, loaded, attached, lambda: decode_rows(shape))
+        options = {"placement": config.placement, "gpu_cache": config.gpu_cache, "pinned": config.platform.pinned}
+        options["link"] = link if config.placement in BEHIND_LINK else None
+        with closing(open_live(attached, setup, shape.gen_len, **options)) as session:
+            found = _profiled(session, prompt_ids(config, loaded).to(attached.device))
             pinned_gib = session.pinned_bytes / GIB
     path.parent.mkdir(parents=True, exist_ok=True)
     found.export_chrome_trace(str(path))
-    is_cuda = attached.device.type == "cuda"
-    if is_cuda:
+    order = "self_cpu_time_total"
+    if attached.device.type == "cuda":
+        order = "self_device_time_total"
         peak_gib = torch.cuda.max_memory_allocated() / GIB
         print(f"peak of the device {peak_gib:.2f} GiB, page-locked {pinned_gib:.2f} GiB")
-    order = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     print(found.key_averages().table(sort_by=order, row_limit=SHOWN, max_name_column_width=90))
     print(render_streams(read_trace(path)))
 
@@ -108,23 +93,16 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 def render_streams(events: list[dict[str, Any]]) -> str:
     """A line for each CUDA stream of a trace: its pieces of work, and how long it was busy and idle between them."""
-    streams: dict[int, list[dict[str, Any]]] = {}
-    for event in events:
-        if event.get("cat") in ON_DEVICE:
-            streams.setdefault(event["args"]["stream"], []).append(event)
-    if not streams:
+    work = pd.DataFrame([event | event["args"] for event in events if event.get("cat") in ON_DEVICE])
+    if work.empty:
         return "no work of a GPU in the trace"
     lines = []
-    for stream, work in sorted(streams.items()):
-        work.sort(key=lambda event: event["ts"])
-        gaps = []
-        for one, following in zip(work, work[1:], strict=False):
-            gaps.append(max(0.0, following["ts"] - one["ts"] - one["dur"]))
-        busy_ms = sum(event["dur"] for event in work) / 1e3
-        idle_ms = sum(gaps) / 1e3
-        median_us = statistics.median(gaps) if gaps else 0.0
+    for stream, pieces in work.sort_values("ts").groupby("stream"):
+        ends = pieces["ts"] + pieces["dur"]
+        gaps = (pieces["ts"] - ends.shift()).iloc[1:].clip(lower=0)
+        median_us = gaps.median() if len(gaps) else 0.0
         lines.append(
-            f"stream {stream}: {len(work)} kernels and copies, busy {busy_ms:.2f} ms, "
-            f"idle between them {idle_ms:.2f} ms (median gap {median_us:.1f} us)"
+            f"stream {stream}: {len(pieces)} kernels and copies, busy {pieces['dur'].sum() / 1e3:.2f} ms, "
+            f"idle between them {gaps.sum() / 1e3:.2f} ms (median gap {median_us:.1f} us)"
         )
     return "\n".join(lines)

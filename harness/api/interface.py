@@ -31,9 +31,10 @@ from harness.files import stated_memory
 from harness.model.attach import digest_of
 from harness.model.load import LoadedModel, from_memory
 from harness.model.resources import Resources
+from harness.results.columns import are_parts
 from harness.results.record import read_record
 from harness.results.samples import full_runs
-from harness.results.table_rows import with_rows
+from harness.results.table_rows import frames_of
 from harness.run.cli import OF_HYDRA, in_words
 from harness.run.compose import load as load_settings
 from harness.run.compose import override
@@ -377,27 +378,23 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     task's: `kv_recall_acc`.
     """
     folders = dict.fromkeys(record["config"]["results_dir"] for record in records)
+    rows = frames_of(records, partial(full_runs, *folders))["accuracy"]
+    configs = {record["run_id"]: record["config"] for record in records}
     lines = []
-    for record, rows in with_rows(records, partial(full_runs, *folders)):
-        whole = [row for row in rows if "[" not in row["task"]]
-        several = len({row["task"] for row in whole}) > 1
-        line = {
-            "label": record["config"]["label"],
-            "method": record["config"]["method_name"],
-            "settings": rows[0]["settings"],
-            "asked_budget": record["config"]["budget"] or math.nan,
-            "budget": rows[0]["budget"],
-            "device_frac": rows[0]["device_frac"],
-            "resident_frac": rows[0]["resident_frac"],
-        }
-        unmet = [row["unmet_budget"] for row in rows if row["unmet_budget"] is not None]
-        if unmet:
-            line["unmet_budget"] = unmet[0]
-        for row in whole:
+    for run, of_run in rows[~are_parts(rows)].groupby("run_id", sort=False):
+        first = of_run.iloc[0]
+        line = first[["label", "method", "settings"]].to_dict()
+        line["asked_budget"] = configs[run]["budget"] or math.nan
+        line |= first[["budget", "device_frac", "resident_frac"]].to_dict()
+        unmet = of_run["unmet_budget"].dropna()
+        if len(unmet):
+            line["unmet_budget"] = unmet.iloc[0]
+        several = of_run["task"].nunique() > 1
+        for row in of_run.to_dict("records"):
             name = f"{row['task']}_{row['metric']}" if several else row["metric"]
             line[name] = row["value"]
             for column in ("stderr", "repeats_stderr", "difference", "difference_stderr"):
-                if row.get(column) is not None:
+                if not math.isnan(row[column]):
                     line[f"{name}_{column}"] = row[column]
         lines.append(line)
     return pd.DataFrame(lines)

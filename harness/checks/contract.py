@@ -28,12 +28,9 @@ from harness.checks.two_ways import (
     NotAskedError,
     Result,
     Trial,
-    batch_on,
-    force,
     largest_difference,
     open_live,
     open_replay,
-    replay_in_turns,
     result_of,
     token_batch,
 )
@@ -119,7 +116,7 @@ def live_is_replay(trial: Trial) -> str:
         _same_shares(trial.on_device, trial.replayed, "", "in replay")
         return _same_logits(trial.on_device.logits, trial.replayed.logits)
     except BrokenError as error:
-        in_turns = replay_in_turns(trial.attached, trial.setup, trial.prompts, trial.seed)
+        in_turns = trial.replay_in_turns()
         for fewer_rows in (in_blocks, in_turns):
             if not largest_difference(fewer_rows.logits, trial.replayed.logits) <= TOLERANCE:
                 raise LaterRowsError(
@@ -158,31 +155,27 @@ def rows_of_the_gpu_cache_are_counted(trial: Trial) -> str:
     """With a GPU cache the logits are the same, and as many rows cross the link as replay
     counts."""
     trial.require_host()
-    method, attached, prompts = trial.setup.method, trial.attached, trial.prompts
-    if not method.names_rows:
+    if not trial.setup.method.names_rows:
         raise NotAskedError("selects no rows that a GPU cache could hold")
-    ids, real = batch_on(attached.device, prompts, seed=trial.seed)
-    columns = max(prompts)
-    counted = open_replay(attached, trial.setup, real, gpu_cache=GPU_CACHE)
+    (ids, real), columns = trial.batch, trial.columns
+    counted = open_replay(trial.attached, trial.setup, real, gpu_cache=GPU_CACHE)
     counted.prefill(ids[:, :columns], real[:, :columns])
     counted.decode(ids[:, columns:], real[:, columns:])
     opened = open_live(
-        attached, trial.setup, placement="host", link=trial.link, gpu_cache=GPU_CACHE
+        trial.attached, trial.setup, placement="host", link=trial.link, gpu_cache=GPU_CACHE
     )
     with closing(opened) as session:
-        logits = force(session, prompts, seed=trial.seed)
+        logits = trial.force(session)
         reads = counted.reads
         expected_shares = Result(logits, reads.budget, reads.device_frac, reads.resident_frac)
         _same_shares(result_of(session, logits), expected_shares, "", "in replay")
-        crossed, num_kv_heads = int(session.loaded_bytes), session.stores[0].num_kv_heads
-        every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
-        expected = 0
+        crossed, expected = int(session.loaded_bytes), 0
         policies = [policy for policy in session.policies if policy.kind != "local"]
         for policy, store in zip(policies, session.stores, strict=True):
             if policy.kind == "method" and policy.names_rows:
                 expected += reads.rows_loaded[policy.number] * store.slot_bytes
             else:  # a dense layer, or one that reads all and chooses for others
-                expected += every * store.slot_bytes
+                expected += trial.every_row * store.slot_bytes
     _same_logits(logits, trial.on_device.logits)
     if crossed != expected:
         raise BrokenError(f"{crossed} bytes crossed; replay counts {expected}")
@@ -222,8 +215,8 @@ def budget_is_its_closed_form(trial: Trial) -> str:
 def a_fork_is_fresh(trial: Trial) -> str:
     """Copies taken halfway go on as the whole batch does, and do not change the batch they were
     taken from."""
-    ids, real = batch_on(trial.attached.device, trial.prompts, seed=trial.seed)
-    prompt, half = max(trial.prompts), max(trial.prompts) + STEPS // 2
+    (ids, real), prompt = trial.batch, trial.columns
+    half = prompt + STEPS // 2
     trunk = open_replay(trial.attached, trial.setup, real)
     trunk.prefill(ids[:, :prompt], real[:, :prompt])
     trunk.decode(ids[:, prompt:half], real[:, prompt:half])
@@ -240,14 +233,13 @@ def padded_is_alone(trial: Trial) -> str:
     """A sequence has the logits that it has alone, whatever lies beside it in the batch and
     whatever padding stands before its prompt and behind its rows. The batch's shares are the mean
     of those of its sequences."""
-    sequences = range(len(trial.prompts))
-    alone = [trial.replay(only=sequence) for sequence in sequences]
+    trials = [replace(trial, only=sequence) for sequence in range(len(trial.prompts))]
+    alone = [own.replayed for own in trials]
     words = _same_as_alone(trial.replayed, alone, trial, "in replay")
-    in_turns = replay_in_turns(trial.attached, trial.setup, trial.prompts, trial.seed)
+    in_turns = trial.replay_in_turns()
     _same_as_alone(in_turns, alone, trial, "in replay with padding behind the decode rows")
     if why_replay_only(trial.setup.method) is None:
-        alone_live = [trial.live(only=sequence) for sequence in sequences]
-        _same_as_alone(trial.on_device, alone_live, trial, "live")
+        _same_as_alone(trial.on_device, [own.on_device for own in trials], trial, "live")
     return words
 
 

@@ -9,7 +9,6 @@ No code knows a family by its name; only this table of tiny shapes does, familie
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import pandas as pd
 import torch
 import transformers
 from torch import Tensor
@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from harness.checks.contract import BUDGET_TOLERANCE
-from harness.checks.two_ways import live, replay, token_batch
+from harness.checks.two_ways import Trial, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
 from harness.model.attach import attach
@@ -135,7 +135,7 @@ def own_logits(model: Any) -> str:
             if attached.longest is not None and ids.shape[1] > attached.longest:
                 continue
             for only in _batches(attached, prompts):
-                found = replay(attached, full, prompts, steps=steps, only=only)
+                found = Trial(attached, None, full, prompts, steps=steps, only=only).replayed
                 expected = alone if only is None else [alone[only]]
                 for got, own in zip(found.logits, expected, strict=True):
                     _require_same("the full cache", got, own[-1 - steps :])
@@ -144,7 +144,7 @@ def own_logits(model: Any) -> str:
     with attach(model) as attached:
         if attached.decoder.no_padding:
             with suppress(UserError):
-                replay(attached, full, SHORT[0])
+                Trial(attached, None, full, SHORT[0]).replay()
                 raise AssertionError("a padded batch is not refused")
             return f"takes no padded batch: {attached.decoder.no_padding}"
     return ""
@@ -178,8 +178,8 @@ def methods_agree(model: Any) -> str:
                 calibration = calibrate(attached, to_measure, tokens[0].tolist())
             setup = Setup(replace(method, dense_layers=dense_layers), codec, calibration)
             for only in _batches(attached, prompts):
-                expected = replay(attached, setup, prompts, steps=STEPS, only=only)
-                got = live(attached, setup, prompts, steps=STEPS, only=only)
+                trial = Trial(attached, None, setup, prompts, steps=STEPS, only=only)
+                expected, got = trial.replayed, trial.live()
                 _require_same(f"{name}, live", got.logits, expected.logits)
                 if abs(got.budget - expected.budget) > BUDGET_TOLERANCE:
                     sizes = f"{got.budget} live and {expected.budget} in replay"
@@ -233,59 +233,56 @@ def kinds_of_layers(attached: Attached) -> str:
     return ", ".join(sorted(kinds, key=KINDS.index))
 
 
+PAGE = """\
+# Model families
+
+Any decoder of transformers whose attention goes through its attention interface runs, read off the model:
+no family is known by its name. This page, written by `python -m harness.checks.families`, says what was seen
+on a tiny random model of each family in transformers {version}:
+{num_working} of {num_families} work whole.
+
+- In replay, the full cache gives the model's own logits, shorter and longer than its window, padded or not.
+- Live decoding gives the logits of replay; so do infinigen, h2o, quest, snapkv and int4.
+- A query made ahead of its layer is the layer's own, bit for bit.
+
+Every model is checked anew when it is loaded; what fails is refused in one line.
+
+| layers | families that work |
+|---|---|
+{working}
+
+| in part | layers | refused |
+|---|---|---|
+{in_part}
+
+| refused, since | families |
+|---|---|
+{refused}
+
+Not tried: {not_tried}. Of a multimodal model
+the text decoder runs, which is in the table under its own name.
+"""  # noqa: E501
+
+
 def as_markdown(findings: Sequence[Finding]) -> str:
     """The page results/families.md."""
-    works: dict[str, list[str]] = {}
-    in_part: list[str] = []
-    refused: dict[str, list[str]] = {}
-    for finding in findings:
-        family, verdict, layers, why = finding
-        if verdict == "works":
-            works.setdefault(layers, []).append(family)
-        elif verdict == "in part":
-            in_part.append(f"| {family} | {layers} | {why} |")
-        elif verdict == "refused":
-            reason = re.sub(r" by \S+ of the largest", "", why)
-            refused.setdefault(reason, []).append(family)
-    working = [f"| {layers} | {', '.join(names)} |" for layers, names in sorted(works.items())]
-    refusals = [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())]
-    num_working = sum(map(len, works.values()))
-    not_tried = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*families()})
-    version = transformers.__version__
-    lines = [
-        "# Model families",
-        "",
-        "Any decoder of transformers whose attention goes through its attention interface runs, "
-        "read off the model:",
-        "no family is known by its name. This page, written by "
-        "`python -m harness.checks.families`, says what was seen",
-        f"on a tiny random model of each family in transformers {version}:",
-        f"{num_working} of {len(findings)} work whole.",
-        "",
-        "- In replay, the full cache gives the model's own logits, shorter and longer than its "
-        "window, padded or not.",
-        "- Live decoding gives the logits of replay; so do infinigen, h2o, quest, snapkv and int4.",
-        "- A query made ahead of its layer is the layer's own, bit for bit.",
-        "",
-        "Every model is checked anew when it is loaded; what fails is refused in one line.",
-        "",
-        "| layers | families that work |",
-        "|---|---|",
-        *working,
-        "",
-        "| in part | layers | refused |",
-        "|---|---|---|",
-        *in_part,
-        "",
-        "| refused, since | families |",
-        "|---|---|",
-        *refusals,
-        "",
-        f"Not tried: {', '.join(not_tried)}. Of a multimodal model",
-        "the text decoder runs, which is in the table under its own name.",
-        "",
-    ]
-    return "\n".join(lines)
+    found = pd.DataFrame(findings)
+    found["why"] = found["why"].str.replace(r" by \S+ of the largest$", "", regex=True)
+    works, refused = (found[found["verdict"] == verdict] for verdict in ("works", "refused"))
+    in_part = found[found["verdict"] == "in part"]
+    return PAGE.format(
+        version=transformers.__version__,
+        num_working=len(works),
+        num_families=len(found),
+        working=_rows(works.groupby("layers")["family"].agg(", ".join).reset_index()),
+        in_part=_rows(in_part[["family", "layers", "why"]]),
+        refused=_rows(refused.groupby("why")["family"].agg(", ".join).reset_index()),
+        not_tried=", ".join(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*families()})),
+    )
+
+
+def _rows(cells: pd.DataFrame) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells.itertuples(index=False))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

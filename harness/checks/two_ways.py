@@ -51,7 +51,12 @@ class Result(NamedTuple):
 
 
 def token_batch(
-    prompts: tuple[int, ...], steps: int = STEPS, seed: int = 0, *, only: int | None = None
+    prompts: tuple[int, ...],
+    steps: int = STEPS,
+    seed: int = 0,
+    *,
+    only: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """Random token ids [batch, longest prompt + steps], prompts padded on the left, and a mask of
     the real tokens.
@@ -64,13 +69,7 @@ def token_batch(
     real = torch.arange(longest + steps) >= longest - torch.tensor(prompts)[:, None]
     if only is not None:
         columns = slice(longest - prompts[only], None)
-        return ids[only : only + 1, columns], real[only : only + 1, columns]
-    return ids, real
-
-
-def batch_on(device: torch.device, *args: Any, **chosen: Any) -> tuple[Tensor, Tensor]:
-    """`token_batch` on a device."""
-    ids, real = token_batch(*args, **chosen)
+        ids, real = ids[only : only + 1, columns], real[only : only + 1, columns]
     return ids.to(device), real.to(device)
 
 
@@ -85,57 +84,11 @@ def open_replay(
     )
 
 
-def replay(
-    attached: Attached,
-    setup: Setup,
-    prompts: tuple[int, ...],
-    prefill_len: int | None = None,
-    steps: int = STEPS,
-    seed: int = 0,
-    only: int | None = None,
-    **options: Any,
-) -> Result:
-    """Teacher-forced decoding of all rows at once.
-
-    prefill_len: columns of the prompt, by default the longest prompt. steps, seed, only: as in
-    `token_batch`. options: of `ReplaySession`.
-    """
-    ids, real = batch_on(attached.device, prompts, steps, seed, only=only)
-    columns = prefill_len or ids.shape[1] - steps
-    session = open_replay(attached, setup, real, **options)
-    last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
-    rows = session.decode(ids[:, columns:], real[:, columns:])
-    return result(session, torch.cat([last, rows], 1))
-
-
-def result(session: ReplaySession, hidden: Tensor) -> Result:
+def replayed_result(session: ReplaySession, hidden: Tensor) -> Result:
     """Of the hidden states of all rows, [batch, 1 + steps, hidden]."""
     reads = session.reads
-    return Result(
-        session.attached.logits(hidden), reads.budget, reads.device_frac, reads.resident_frac
-    )
-
-
-def replay_in_turns(
-    attached: Attached, setup: Setup, prompts: tuple[int, ...], seed: int = 0
-) -> Result:
-    """`replay` in two calls, in which the sequences have unequal numbers of rows, padded behind."""
-    ids, real = batch_on(attached.device, prompts, seed=seed)
-    columns = ids.shape[1] - STEPS
-    is_odd = torch.arange(len(ids), device=ids.device) % 2
-    num_first = torch.tensor(ROWS_OF_FIRST_CALL, device=ids.device)[is_odd]
-    session = open_replay(attached, setup, real, more_columns=STEPS)
-    last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
-    hidden = [[own] for own in last]  # by sequence
-    calls = ((torch.zeros_like(num_first), num_first), (num_first, STEPS - num_first))
-    for begin, count in calls:
-        rows = torch.arange(int(count.max()), device=ids.device)
-        index = (columns + begin[:, None] + rows).clamp(max=ids.shape[1] - 1)
-        valid = rows < count[:, None]
-        decoded = session.decode(ids.gather(1, index), valid)
-        for sequence in range(len(ids)):
-            hidden[sequence].append(decoded[sequence][valid[sequence]])
-    return result(session, torch.stack([torch.cat(part) for part in hidden]))
+    shares = reads.budget, reads.device_frac, reads.resident_frac
+    return Result(session.attached.logits(hidden), *shares)
 
 
 def open_live(attached: Attached, setup: Setup, steps: int = STEPS, **options: Any) -> LiveSession:
@@ -149,26 +102,12 @@ def force(
 ) -> Tensor:
     """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]. chosen: of
     `token_batch`."""
-    ids, real = batch_on(session.attached.device, prompts, steps, **chosen)
+    ids, real = token_batch(prompts, steps, device=session.attached.device, **chosen)
     columns = ids.shape[1] - steps
     logits = [session.prefill(ids[:, :columns], real[:, :columns])]
     for step in range(steps):
         logits.append(session.decode_step(ids[:, columns + step]))
     return torch.stack(logits, 1)
-
-
-def live(
-    attached: Attached,
-    setup: Setup,
-    prompts: tuple[int, ...],
-    steps: int = STEPS,
-    seed: int = 0,
-    only: int | None = None,
-    **options: Any,
-) -> Result:
-    """The rows of `replay` one step at a time; options: of `LiveSession`."""
-    with closing(open_live(attached, setup, steps, **options)) as session:
-        return result_of(session, force(session, prompts, steps, seed=seed, only=only))
 
 
 def result_of(session: LiveSession, logits: Tensor) -> Result:
@@ -192,59 +131,29 @@ class HostRun(NamedTuple):
     miscounted: float
 
 
-def live_on_host(trial: Trial) -> HostRun:
-    """`live` in host placement, listening to the selections."""
-    attached, method, prompts = trial.attached, trial.setup.method, trial.prompts
-    num_kv_heads, columns = attached.geometry.num_kv_heads, max(prompts)
-    ids, real = batch_on(attached.device, prompts, seed=trial.seed)
-    selected: Counter[int] = Counter()  # by layer, rows of one token and KV head each
-    miscounted = [0.0]
-
-    def listening(
-        select: Callable[[int, QueryRows], Selection], evicts: bool
-    ) -> Callable[[int, QueryRows], Selection]:
-        def listen(layer: int, rows: QueryRows) -> Selection:
-            selection = select(layer, rows)
-            mask = rows.visible() if selection.mask is None else selection.mask
-            # The own slot is the last. [batch, num_kv_heads or 1, rows]
-            read = mask[..., :-1].sum(-1).double()
-            crosses = int(read.sum())
-            if selection.mask is None and not evicts:  # as in a dense layer: padding crosses too
-                crosses = read.numel() * (mask.shape[-1] - 1)
-            selected[layer] += crosses * (num_kv_heads // mask.shape[1])
-            miscounted.append(float((read.mean(1) - selection.num_read).abs().max()))
-            return selection
-
-        return listen
-
-    with closing(open_live(attached, trial.setup, placement="host", link=trial.link)) as session:
-        logits = [session.prefill(ids[:, :columns], real[:, :columns])]
-        for state in session.states:
-            listen = listening(state.select, isinstance(state, EvictingState))
-            state.select = listen  # type: ignore[method-assign, assignment]
-        for step in range(STEPS):
-            logits.append(session.decode_step(ids[:, columns + step]))
-        decoded = result_of(session, torch.stack(logits, 1))
-        crossed = session.h2d_bytes
-        slot_bytes = [store.slot_bytes for store in session.stores]
-    every = len(prompts) * num_kv_heads * sum(range(columns, columns + STEPS))
-    expected = 0
-    for layer, of_slot in enumerate(slot_bytes):
-        reads_all = method.reads_all or layer < method.dense_layers
-        expected += of_slot * (every if reads_all else selected[layer])
-    return HostRun(decoded, crossed, expected, float(torch.tensor(miscounted).max()))
-
-
 @dataclass
 class Trial:
-    """A method on a batch of prompts of these lengths, drawn by `seed`. Runs that several checks
-    need are made once."""
+    """A method on a batch of random prompts of these lengths, and `steps` rows after them. seed,
+    only: as in `token_batch`. Runs that several checks need are made once."""
 
     attached: Attached
-    link: Link
+    link: Link | None
     setup: Setup
     prompts: tuple[int, ...]
     seed: int = 0
+    steps: int = STEPS
+    only: int | None = None
+
+    @cached_property
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Token ids, and a mask of the real tokens; the last `steps` columns are rows."""
+        device = self.attached.device
+        return token_batch(self.prompts, self.steps, self.seed, only=self.only, device=device)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the prompt."""
+        return self.batch[0].shape[1] - self.steps
 
     @cached_property
     def replayed(self) -> Result:
@@ -255,15 +164,89 @@ class Trial:
         self.require_live()
         return self.live()
 
-    @cached_property
-    def on_host(self) -> HostRun:
-        return live_on_host(self)
+    def replay(self, prefill_len: int | None = None, **options: Any) -> Result:
+        """All rows at once. prefill_len: columns of the prompt; options: of `ReplaySession`."""
+        ids, real = self.batch
+        columns = prefill_len or self.columns
+        session = open_replay(self.attached, self.setup, real, **options)
+        last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
+        rows = session.decode(ids[:, columns:], real[:, columns:])
+        return replayed_result(session, torch.cat([last, rows], 1))
 
-    def replay(self, **options: Any) -> Result:
-        return replay(self.attached, self.setup, self.prompts, seed=self.seed, **options)
+    def replay_in_turns(self) -> Result:
+        """`replay` in two calls, in which the sequences have unequal numbers of rows, padded
+        behind."""
+        (ids, real), columns = self.batch, self.columns
+        is_odd = torch.arange(len(ids), device=ids.device) % 2
+        num_first = torch.tensor(ROWS_OF_FIRST_CALL, device=ids.device)[is_odd]
+        session = open_replay(self.attached, self.setup, real, more_columns=self.steps)
+        last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
+        hidden = [[own] for own in last]  # by sequence
+        calls = ((torch.zeros_like(num_first), num_first), (num_first, self.steps - num_first))
+        for begin, count in calls:
+            rows = torch.arange(int(count.max()), device=ids.device)
+            index = (columns + begin[:, None] + rows).clamp(max=ids.shape[1] - 1)
+            valid = rows < count[:, None]
+            decoded = session.decode(ids.gather(1, index), valid)
+            for sequence in range(len(ids)):
+                hidden[sequence].append(decoded[sequence][valid[sequence]])
+        return replayed_result(session, torch.stack([torch.cat(part) for part in hidden]))
 
     def live(self, **options: Any) -> Result:
-        return live(self.attached, self.setup, self.prompts, seed=self.seed, **options)
+        """The rows of `replay` one step at a time; options: of `LiveSession`."""
+        with closing(open_live(self.attached, self.setup, self.steps, **options)) as session:
+            return result_of(session, self.force(session))
+
+    def force(self, session: LiveSession) -> Tensor:
+        return force(session, self.prompts, self.steps, seed=self.seed, only=self.only)
+
+    @cached_property
+    def on_host(self) -> HostRun:
+        """`live` in host placement, listening to the selections."""
+        (ids, real), columns = self.batch, self.columns
+        num_kv_heads = self.attached.geometry.num_kv_heads
+        selected: Counter[int] = Counter()  # by layer, rows of one token and KV head each
+        miscounted = [0.0]
+
+        def listening(
+            select: Callable[[int, QueryRows], Selection], evicts: bool
+        ) -> Callable[[int, QueryRows], Selection]:
+            def listen(layer: int, rows: QueryRows) -> Selection:
+                selection = select(layer, rows)
+                mask = rows.visible() if selection.mask is None else selection.mask
+                # The own slot is the last. [batch, num_kv_heads or 1, rows]
+                read = mask[..., :-1].sum(-1).double()
+                crosses = int(read.sum())
+                if selection.mask is None and not evicts:  # as a dense layer: padding crosses too
+                    crosses = read.numel() * (mask.shape[-1] - 1)
+                selected[layer] += crosses * (num_kv_heads // mask.shape[1])
+                miscounted.append(float((read.mean(1) - selection.num_read).abs().max()))
+                return selection
+
+            return listen
+
+        opened = open_live(self.attached, self.setup, placement="host", link=self.link)
+        with closing(opened) as session:
+            logits = [session.prefill(ids[:, :columns], real[:, :columns])]
+            for state in session.states:
+                listen = listening(state.select, isinstance(state, EvictingState))
+                state.select = listen  # type: ignore[method-assign, assignment]
+            for step in range(self.steps):
+                logits.append(session.decode_step(ids[:, columns + step]))
+            decoded = result_of(session, torch.stack(logits, 1))
+            crossed = session.h2d_bytes
+            slot_bytes = [store.slot_bytes for store in session.stores]
+        expected, method = 0, self.setup.method
+        for layer, of_slot in enumerate(slot_bytes):
+            reads_all = method.reads_all or layer < method.dense_layers
+            expected += of_slot * (self.every_row if reads_all else selected[layer])
+        return HostRun(decoded, crossed, expected, float(torch.tensor(miscounted).max()))
+
+    @property
+    def every_row(self) -> int:
+        """Rows of one token and KV head that cross the link for a layer that reads all."""
+        cached = sum(range(self.columns, self.columns + self.steps))
+        return len(self.batch[0]) * self.attached.geometry.num_kv_heads * cached
 
     def require_all_coded(self) -> None:
         if self.setup.codec is not None and self.setup.codec.residual:

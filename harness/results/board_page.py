@@ -1,56 +1,57 @@
-"""Pages of the board's tables.
+"""Pages of the board.
 
-`page` is `board.md`. The pages of the tables and the report show the same sheets.
+`page` is `board.md`, `boards` the sheets of all boards, `printed` what a terminal shows and `said`
+the board in sentences. All take the methods as a frame of `columns.BOARD`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
-from operator import itemgetter
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
 
 from harness.results import metrics
 from harness.results.board_rows import (
     ALL_MODELS,
-    ALL_TEXTS,
     COSTS,
-    OF_ANSWERS,
-    OF_KL,
+    MODELLED,
     SAME_STEP,
-    TRAFFIC,
     VERDICTS,
     is_whole,
     traffic,
 )
-from harness.results.board_sources import MODELLED
-from harness.results.columns import TableRow, column, grouped, having, named, values, where
-from harness.results.metrics import EQUAL, MISSING, Metric
+from harness.results.metrics import COLUMNS, EQUAL, MISSING, Metric
 from harness.results.sheet import (
+    MAX_ROWS,
+    SHARES,
     Sheet,
-    Shown,
+    alike_in_title,
     mark_own,
     markdown,
     note,
-    sheet_of,
     show_range,
-    shown_as_is,
+    terminal,
+    wrapped,
 )
 
-OTHER_BUDGET, LACKS, MODELLED_MARK = "§", "¶", "‡"
+SAYS = yaml.safe_load(Path(__file__).with_name("board.yaml").read_text(encoding="utf-8"))
+"""README's rows and budget, and the claims."""
+OF_ANSWERS = "answers_difference answers num_questions"
+OF_SHARES = "budget device_frac resident_frac"
 ANSWER_MARKS = {
-    OTHER_BUDGET: "The method cannot have this budget on the tasks.",
-    LACKS: "Some of the full cache's questions were not asked.",
+    "§": ("reads ", "The method cannot have this budget on the tasks."),
+    "¶": ("lacks ", "Some of the full cache's questions were not asked."),
 }
+"""Behind answers: by mark, what their note says, and what it means."""
+MODELLED_MARK = "‡"
+TRAFFIC = Metric("traffic", "link + device", metrics.PERCENT, 1, logarithmic=True)
+SETTING = ["asked_budget", "seq_len"]
 
 
-def show_interval(show: Callable[[Any], str], row: TableRow, name: str) -> str:
-    """A number of a row and its interval where it has one."""
-    value, low, high = (row.get(part) for part in (name, f"{name}_low", f"{name}_high"))
-    if value is None:
-        return MISSING
-    if low is None or high is None:
-        return show(value)
-    return f"{show(value)} ({show(low)} to {show(high)})"
+# Words of rows
 
 
 def show_ratio(ratio: float) -> str:
@@ -58,382 +59,281 @@ def show_ratio(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
-def _show_points(difference: float) -> str:
+def show_points(difference: float) -> str:
+    """A difference of answers, with its sign."""
     shown = metrics.ANSWERS_DIFFERENCE.show(difference)
     return f"+{shown}" if difference > 0 else shown
 
 
-def _ratio(row: TableRow, name: str = "ratio") -> str:
-    return show_interval(show_ratio, row, name)
+def show_interval(show: Callable[[float], str], value: float, low: float, high: float) -> str:
+    """A number, with its interval where it has one."""
+    if pd.isna(value):
+        return MISSING
+    return show(value) if pd.isna(low) else f"{show(value)} ({show(low)} to {show(high)})"
 
 
-def _difference(row: TableRow, name: str = "answers_difference") -> str:
-    return show_interval(_show_points, row, name)
+def _ratios(rows: pd.DataFrame) -> list[str]:
+    ends = rows[["ratio", "ratio_low", "ratio_high"]].itertuples(index=False)
+    return [show_interval(show_ratio, *each) for each in ends]
 
 
-def _range(column: Metric, row: TableRow, between: str = " to ") -> str:
+def _differences(rows: pd.DataFrame) -> list[str]:
+    """Differences of answers, marked where their notes say more."""
+    name, found = "answers_difference", []
+    ends = rows[[name, f"{name}_low", f"{name}_high"]].itertuples(index=False)
+    for words, each in zip(rows["answers_note"], ends, strict=True):
+        shown = show_interval(show_points, *each)
+        marks = [mark for mark, (said, _) in ANSWER_MARKS.items() if said in words]
+        found.append(shown if shown == MISSING else shown + "".join(marks))
+    return found
+
+
+def _places(rows: pd.DataFrame, between: str = " to ") -> list[str]:
+    ranks = rows[["rank", "rank_low", "rank_high"]].itertuples(index=False)
+    return [f"{rank:.0f} ({low:.0f}{between}{high:.0f})" for rank, low, high in ranks]
+
+
+def _steps(rows: pd.DataFrame) -> pd.Series:
+    marks = np.where(rows["step_source"] == MODELLED, MODELLED_MARK, "")
+    return rows["step_s"].map(metrics.STEP.show) + marks
+
+
+def _ranges(rows: pd.DataFrame, column: Metric, between: str = " to ") -> list[str]:
     """The least and the largest of the models, once where they are equal when rounded."""
-    ends = row.get(f"{column.name}_low"), row.get(f"{column.name}_high")
-    return show_range(column, ends, between)
+    ends = rows[[f"{column.name}_low", f"{column.name}_high"]].itertuples(index=False)
+    return [show_range(column, each, between) for each in ends]
 
 
-def _budget_words(budget: float | None) -> str:
+SHOWN: Mapping[str, Callable[[pd.DataFrame], Any]] = {
+    "rank": _places, "ratio": _ratios, "answers_difference": _differences, "step_s": _steps,
+}  # fmt: skip
+"""By column, what shows it together with others; any other column is shown by itself, or as the
+range of its ends."""
+
+
+def _table(rows: pd.DataFrame, names: str) -> pd.DataFrame:
+    """Columns as words under their headings; no decode steps where none was timed."""
+    table = pd.DataFrame(index=rows.index)
+    for name in names.split():
+        column = TRAFFIC if name == TRAFFIC.name else COLUMNS[name]
+        if name in SHOWN:
+            table[column.heading] = SHOWN[name](rows)
+        elif f"{name}_low" in rows:
+            table[column.heading] = _ranges(rows, column)
+        elif column.digits is None:
+            table[column.heading] = rows[name].replace("", MISSING)
+        else:
+            table[column.heading] = rows[name].map(column.show)
+    if rows["step_s"].notna().any():
+        return table
+    return table.drop(columns=metrics.STEP.heading, errors="ignore")
+
+
+def _budget(budget: float) -> str:
+    return f"budget {metrics.ASKED_BUDGET.show(budget)} %"
+
+
+def _setting(row: pd.Series) -> str:
+    return f"{_budget(row['asked_budget'])}, windows of {row['seq_len']:,.0f} tokens"
+
+
+def _counts(row: pd.Series) -> str:
+    models = "one model" if row["num_models"] == 1 else f"{row['num_models']:.0f} models"
     return (
-        "budgets of their own"
-        if budget is None
-        else f"budget {metrics.ASKED_BUDGET.show(budget)} %"
-    )
-
-
-def _setting_words(row: TableRow) -> str:
-    return f"{_budget_words(row['asked_budget'])}, windows of {row['seq_len']:,.0f} tokens"
-
-
-# The page of the board
-
-
-def page(
-    rows: Sequence[TableRow],
-    claims: Sequence[TableRow],
-    of_models: Sequence[TableRow],
-    readme: Mapping[str, Any],
-    *,
-    left_out: Sequence[str] = (),
-) -> str:
-    """`board.md`.
-
-    rows, claims, of_models: of the tables `board-methods`, `board-claims`, `board-models`. readme:
-    budget and labels of README's table. left_out: models over which no mean goes.
-    """
-    first = first_board(rows)
-    words = f"{note('board')} {note('board_claims')}"
-    if left_out:
-        few = "fewer than half of the methods ran there"
-        words += f" Not in the means: {', '.join(left_out)}, since {few}."
-    budgets = {row["asked_budget"] for row in first}
-    of_budgets = [claim for claim in claims if claim["asked_budget"] in budgets]
-    sheets = [*_readme(first, of_models, readme), *methods_sheets(first)]
-    return markdown("board", words, [*sheets, *by_memory(first), *claims_sheets(of_budgets)])
-
-
-def printed(rows: Sequence[TableRow], budget: float) -> str:
-    """The first board at a budget (else at its smallest) for a terminal: the methods that are the
-    closest on the shortest windows, one's own, and what the table says. "" without any."""
-    from harness.results.summary import MAX_ROWS, SHARES, printed_sheet, wrapped  # loads pandas
-
-    found = shortest(rows, budget)
-    if not found:
-        return ""
-    own = [row for row in found if not row.get("shipped")]
-    has_shipped = len(own) < len(found)
-    closest = [row for row in found if row not in own][: max(0, MAX_ROWS - len(own))]
-    shown = [row for row in found if row in own or row in closest]
-    marked, notes = mark_own(shown, "label")
-    headings: Shown = {
-        "method": itemgetter("label"),
-        "rank": lambda row: _place(row).replace(" to ", "-"),
-        metrics.RATIO.heading: _ratio,
-        "answers": _marked_difference,
-    }
-    for heading, share in SHARES.items():
-        headings[heading] = partial(_range, share, between="-")
-    if len(shown) < len(found):
-        which = ", the closest and one's own" if own and has_shipped else ", the closest"
-        notes = [*notes, f"{len(shown)} of {len(found)} methods{which}."]
-    words = "Brackets: 95 % intervals. Answers: minus the full cache's, in points."
-    notes = [words, _counts(found[0]), *_notes_on_answers(shown), *notes]
-    title = f"board, {_setting_words(found[0])}"
-    sheet = sheet_of(title, marked, headings, notes=notes)
-
-    return f"{printed_sheet(sheet)}\n\n{wrapped(said_of(found))}"
-
-
-def shortest(rows: Sequence[TableRow], budget: float) -> list[TableRow]:
-    """The compared methods of the first board on its shortest windows, at a budget or else at the
-    smallest."""
-    compared = where(first_board(rows), "apart", "")
-    budgets = {row["asked_budget"] for row in compared}
-    if not budgets:
-        return []
-    at_budget = where(compared, "asked_budget", budget if budget in budgets else min(budgets))
-    return where(at_budget, "seq_len", min(row["seq_len"] for row in at_budget))
-
-
-def said_of(found: Sequence[TableRow]) -> str:
-    """What the compared methods of one board show, the closest first, in sentences."""
-    near, ends = found[0], [row for row in found if row.get("ratio_low") is not None]
-    closer = [row for row in ends if row["ratio_high"] < 1]
-    farther = [row for row in ends if row["ratio_low"] > 1]
-    models = f"{near['num_models']} models" if near["num_models"] > 1 else near["model"]
-    said = [
-        f"Of {len(found)} methods ({_setting_words(near)}, {models}) {near['label']} is closest to "
-        f"the full cache: its KL is {_ratio(near)} times that of the oracle, which selects by the "
-        f"exact scores. {len(closer)} are certainly (95 %) closer than the oracle, {len(farther)} "
-        "certainly farther."
-    ]
-    own = [row for row in found if not row.get("shipped")]
-    for row in own if len(own) < len(found) else ():
-        said.append(f"{row['label']}: rank {_place(row)}, KL {_ratio(row)} times the oracle's.")
-    return " ".join(said)
-
-
-def first_board(rows: Sequence[TableRow]) -> list[TableRow]:
-    """The rows of the first board, which is over all models if there are several."""
-    return where(rows, "over", rows[0]["over"]) if rows else []
-
-
-def boards(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """The sheets of all boards; those after the first are named by their model."""
-    for number, (over, of_board) in enumerate(grouped(rows, itemgetter("over")).items()):
-        for sheet in methods_sheets(of_board):
-            name = f"{over}, " if number else ""
-            yield sheet._replace(title=name + sheet.title)
-
-
-def methods_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """For each budget and length the compared methods, the closest first, then the others."""
-    marked, own_notes = mark_own(rows, "label")
-    for words, of_setting in grouped(marked, _setting_words).items():
-        compared = where(of_setting, "apart", "")
-        apart = [row for row in of_setting if row["apart"]]
-        if compared:
-            sheet = methods_sheet(words, compared)
-            yield sheet._replace(notes=[_counts(compared[0]), *sheet.notes, *own_notes])
-        if apart:
-            why, count = shown_as_is(named("apart")), shown_as_is(named("num_windows"))
-            shown = _LABEL | why | _RATIO | count | _ANSWERS | _SHARES_SHOWN | _step(apart)
-            title = f"{words}: not compared"
-            yield sheet_of(title, apart, shown, notes=_notes(apart))
-
-
-def _counts(row: TableRow) -> str:
-    models = "one model" if row["num_models"] == 1 else f"{row['num_models']} models"
-    return (
-        f"KL: {row['num_windows']} windows at {row['num_places']} places of the texts, on "
+        f"KL: {row['num_windows']:.0f} windows at {row['num_places']:.0f} places of the texts, on "
         f"{models} ({row['model']})."
     )
 
 
-def methods_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
-    """A line a compared method, in the order of the rows."""
-
-    ranks: Shown = {f"rank of {rows[0]['num_compared']}": _place}
-    dense = shown_as_is(named("dense_numbers"))
-    shown = _LABEL | ranks | _RATIO | _ANSWERS | _SHARES_SHOWN | _step(rows) | dense
-    return sheet_of(title, rows, shown, notes=_notes(rows))
+def _notes_on_answers(rows: pd.DataFrame) -> list[str]:
+    """The meaning of the marks of answers."""
+    notes = rows.loc[rows["answers_difference"].notna(), "answers_note"]
+    marks = ANSWER_MARKS.items()
+    return [f"{mark} {words}" for mark, (said, words) in marks if notes.str.contains(said).any()]
 
 
-def _place(row: TableRow) -> str:
-    return f"{row['rank']:.0f} ({row['rank_low']:.0f} to {row['rank_high']:.0f})"
-
-
-def _step(rows: Iterable[TableRow]) -> Shown:
-    return {metrics.STEP.heading: _shown_step} if having(rows, "step_s") else {}
-
-
-def _shown_step(row: TableRow) -> str:
-    shown = metrics.STEP.show(row.get("step_s"))
-    return shown + MODELLED_MARK if row.get("step_source") == MODELLED else shown
-
-
-def _notes(rows: Sequence[TableRow]) -> list[str]:
-    """The meaning of the marks of answers, and as `_notes_on_steps`."""
-    return _notes_on_answers(rows) + _notes_on_steps(rows)
-
-
-def _notes_on_answers(rows: Sequence[TableRow]) -> list[str]:
-    marks = set(chain.from_iterable(map(_marks, having(rows, "answers_difference"))))
-    return [f"{mark} {words}" for mark, words in ANSWER_MARKS.items() if mark in marks]
-
-
-def _notes_on_steps(rows: Iterable[TableRow]) -> list[str]:
-    """Where steps were timed, and the meaning of the mark."""
-    timed = having(rows, "step_s")
-    notes = []
-    if timed:  # all steps of a table are of one model and machine
-        notes.append(f"Decode step: {timed[0]['step_on']}, over an emulated link.")
-    if where(timed, "step_source", MODELLED):
+def _notes_on_steps(rows: pd.DataFrame) -> list[str]:
+    """Where steps were timed, which is one place of a board, and the meaning of their mark."""
+    timed = rows[rows["step_s"].notna()]
+    places = timed["step_on"].head(1)
+    notes = [f"Decode step: {place}, over an emulated link." for place in places]
+    if timed["step_source"].eq(MODELLED).any():
         notes.append(f"{MODELLED_MARK} {note('modelled_step')}")
     return notes
 
 
-def _marks(row: TableRow) -> list[str]:
-    answers_note = row.get("answers_note") or ""
-    words = {OTHER_BUDGET: "reads ", LACKS: "lacks "}
-    return [mark for mark, said in words.items() if said in answers_note]
+# The pages
 
 
-def _marked_difference(row: TableRow) -> str:
-    difference = _difference(row)
-    return difference if difference == MISSING else difference + "".join(_marks(row))
+def first_board(methods: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the first board, which is over all models if there are several."""
+    return methods[methods["over"].isin(methods["over"].head(1))]
 
 
-_LABEL = shown_as_is(named("label"))
-_RATIO: Shown = {metrics.RATIO.heading: _ratio}
-_ANSWERS: Shown = {
-    metrics.ANSWERS_DIFFERENCE.heading: _marked_difference,
-    **shown_as_is(named("answers num_questions")),
-}
-_OF_BUDGET = (metrics.BUDGET, metrics.DEVICE_FRAC, metrics.RESIDENT_FRAC)
-_SHARES_SHOWN: Shown = {column.heading: partial(_range, column) for column in _OF_BUDGET}
+def boards(methods: pd.DataFrame) -> Iterator[Sheet]:
+    """The sheets of all boards; those after the first are named by their model."""
+    for number, (over, rows) in enumerate(methods.groupby("over", sort=False)):
+        for sheet in _of_settings(rows):
+            yield sheet._replace(title=f"{over}, {sheet.title}" if number else sheet.title)
 
 
-def _readme(
-    rows: Sequence[TableRow], of_models: Sequence[TableRow], readme: Mapping[str, Any]
-) -> Iterator[Sheet]:
+def _of_settings(rows: pd.DataFrame) -> Iterator[Sheet]:
+    """For each budget and length the compared methods, the closest first, then the others."""
+    rows, of_own = mark_own(rows, "label")
+    for _, of_setting in rows.groupby(SETTING, sort=False):
+        title, is_apart = _setting(of_setting.iloc[0]), of_setting["apart"] != ""
+        compared, apart = of_setting[~is_apart], of_setting[is_apart]
+        if len(compared):
+            shown = f"label rank ratio {OF_ANSWERS} {OF_SHARES} step_s dense_numbers"
+            table = _table(compared, shown).rename(columns={"rank": f"rank of {len(compared)}"})
+            notes = [*_notes_on_answers(compared), *_notes_on_steps(compared), *of_own]
+            yield Sheet(title, table, [_counts(compared.iloc[0]), *notes])
+        if len(apart):
+            table = _table(apart, f"label apart ratio num_windows {OF_ANSWERS} {OF_SHARES} step_s")
+            notes = [*_notes_on_answers(apart), *_notes_on_steps(apart)]
+            yield Sheet(f"{title}: not compared", table, notes)
+
+
+def page(methods: pd.DataFrame, claims: pd.DataFrame, left_out: Sequence[str]) -> str:
+    """`board.md`. claims, left_out: as of `board_rows.Board`."""
+    first = first_board(methods)
+    words = f"{note('board')} {note('board_claims')}"
+    if left_out:
+        few = "fewer than half of the methods ran there"
+        words += f" Not in the means: {', '.join(left_out)}, since {few}."
+    sheets = [*_readme(methods), *_of_settings(first), *_by_memory(first)]
+    claims = claims[claims["asked_budget"].isin(first["asked_budget"])]
+    return markdown("board", words, [*sheets, *_claims(claims)])
+
+
+def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
     """README's table at each length: its methods in its order, a ratio for each model, and answers
     where questions were asked."""
-    here = where(rows, "asked_budget", readme["budget"])
-    for seq_len, of_length in grouped(here, itemgetter("seq_len")).items():
-        by_label = {row["label"]: row for row in of_length}
-        compared = where(of_length, "apart", "")
-        methods = [by_label[label] for label in readme["methods"] if label in by_label]
-        if not methods or not compared:
+    methods = methods[methods["asked_budget"] == SAYS["readme"]["budget"]]
+    first = first_board(methods)
+    full = first[(first["method"] == "full") & first["answers"].notna()]
+    of_answers = "Answers: the full cache was not asked."
+    if len(full):  # answers do not depend on the length of windows
+        asked = full.iloc[0]
+        of_answers = (
+            f"Answers: {asked['num_questions']:.0f} questions on {asked['num_contexts']:.0f} "
+            f"contexts; the full cache has {metrics.ANSWERS.show(asked['answers'])} % right."
+        )
+    for _, of_length in methods.groupby("seq_len"):
+        by_label = of_length.drop_duplicates(["over", "label"]).set_index("label", drop=False)
+        here = first_board(by_label)
+        compared = here[here["apart"] == ""]
+        rows = here.loc[[label for label in SAYS["readme"]["methods"] if label in here.index]]
+        if rows.empty or compared.empty:
             continue
-        shown = _LABEL | _SHARES_SHOWN | _RATIO
-        of_texts = where(of_models, "domain", ALL_TEXTS)
-        at_budget = where(where(of_texts, "asked_budget", readme["budget"]), "seq_len", seq_len)
-        for model, of_model in grouped(at_budget, itemgetter("model")).items():
-            if model != ALL_MODELS:
-                ratios = {row["label"]: row.get("versus") for row in of_model}
-                shown |= {f"on {model}": partial(_ratio_there, ratios)}
-        shown |= {f"over rows of 8 bits: {metrics.RATIO.heading}": partial(_ratio_coded, by_label)}
-        if having(methods, "answers"):
-            shown |= {metrics.ANSWERS_DIFFERENCE.heading: _difference}
-        title = f"README rows: {_budget_words(readme['budget'])}, windows of {seq_len:,.0f} tokens"
-        notes = [_counts(compared[0]), _counts_of_answers(here)]
-        yield sheet_of(title, methods, shown, notes=notes)
+        table = _table(rows, f"label {OF_SHARES} ratio")
+        notes = [_counts(compared.iloc[0]), of_answers]
+        of_models = by_label[by_label["over"] != ALL_MODELS]
+        for model, of_model in of_models.groupby("over", sort=False):
+            ratios = of_model["ratio"].reindex(rows.index).map(show_ratio, na_action="ignore")
+            table[f"on {model}"] = ratios.fillna(MISSING)
+        coded = here.reindex(rows["label"] + " + int8")
+        table[f"over rows of 8 bits: {metrics.RATIO.heading}"] = _ratios(coded)
+        if rows["answers"].notna().any():
+            table[metrics.ANSWERS_DIFFERENCE.heading] = _differences(rows)
+            notes += _notes_on_answers(rows)
+        yield Sheet(f"README rows: {_setting(rows.iloc[0])}", table, notes)
 
 
-def _ratio_there(ratios: Mapping[str, float | None], row: TableRow) -> str:
-    ratio = ratios.get(row["label"])
-    return MISSING if ratio is None else show_ratio(ratio)
-
-
-def _ratio_coded(by_label: Mapping[str, TableRow], row: TableRow) -> str:
-    return _ratio(by_label.get(f"{row['label']} + int8", {}))
-
-
-def _counts_of_answers(rows: Sequence[TableRow]) -> str:
-    """How many questions the full cache answered, and how many right, beside windows of any length:
-    answers do not depend on it."""
-    answered = having(where(rows, "method", "full"), "answers")
-    if not answered:
-        return "Answers: the full cache was not asked."
-    row = answered[0]
-    return (
-        f"Answers: {row['num_questions']} questions on {row['num_contexts']} contexts; the "
-        f"full cache has {metrics.ANSWERS.show(row['answers'])} % right."
-    )
-
-
-def by_memory(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+def _by_memory(rows: pd.DataFrame) -> Iterator[Sheet]:
     """At each length all methods and budgets by the bytes that a step moves, over the link and on
     the device, with the fronts."""
-    whole = filter(is_whole, rows)
-    for seq_len, found in grouped(whole, itemgetter("seq_len")).items():
-        shown = _LABEL | {
-            "asked": lambda row: _budget_words(row["asked_budget"]),
-            TRAFFIC.heading: lambda row: TRAFFIC.show(traffic(row)),
-            metrics.RESIDENT_FRAC.heading: _SHARES_SHOWN[metrics.RESIDENT_FRAC.heading],
-            **_step(found),
-            **shown_as_is(named("kl_nats front")),
-        }
-        title = f"by memory, windows of {seq_len:,.0f} tokens"
+    whole = rows[is_whole(rows)].assign(traffic=traffic)
+    for seq_len, found in whole.sort_values("traffic", kind="stable").groupby("seq_len"):
+        table = _table(found, "label traffic resident_frac step_s kl_nats front")
+        table.insert(1, "asked", found["asked_budget"].map(_budget))
         limits = {"equal": 100 * EQUAL, "same_step": 100 * SAME_STEP}
         words = note("memory", costs=", ".join(COSTS), **limits)
-        notes = [words, *_notes_on_steps(found)]
-        yield sheet_of(title, sorted(found, key=traffic), shown, notes=notes)
+        title = f"by memory, windows of {seq_len:,.0f} tokens"
+        yield Sheet(title, table, [words, *_notes_on_steps(found)])
 
 
-def claims_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+def _claims(claims: pd.DataFrame) -> Iterator[Sheet]:
     """One table: a line for each claim, budget and length, with the models on which it holds."""
-    claims = []
-    for of_claim in grouped(rows, _claim_of).values():
-        models = [row for row in of_claim if row["model"] != ALL_MODELS] or of_claim
-        last = of_claim[-1]
-        words = str(last["verdict"])
-        if last.get("value") is not None:
-            show = _difference if last["measure"] == OF_ANSWERS else _ratio
-            words += f": {show(last, 'value')}"
-        together = {"together": words, "count": last.get("count"), "models": models}
-        claims.append({"seq_len": None} | of_claim[0] | together)
-    shown: Shown = {
-        **shown_as_is(named("claim")),
-        "budget (%)": lambda row: metrics.ASKED_BUDGET.show(row["asked_budget"]),
-        "windows (tokens)": lambda row: metrics.SEQ_LEN.show(row["seq_len"]),
-        f"{ALL_MODELS} together": itemgetter("together"),
-        "count": lambda row: column("count").show(row["count"]),
-        **{f"{verdict} on": partial(_models_with, verdict) for verdict in VERDICTS},
-    }
-    if claims:
-        yield sheet_of("claims", claims, shown)
+    lines = []
+    for _, rows in claims.groupby(["number", "seq_len"], sort=False, dropna=False):
+        together = rows.iloc[0]  # over all models
+        words, ends = together["verdict"], together[["mean", "low", "high"]].astype(float)
+        if words in VERDICTS and together["of"] == "KL":
+            words += f": {show_interval(show_ratio, *np.exp(ends))}"
+        elif words in VERDICTS:
+            words += f": {show_interval(show_points, *ends)}"
+        line = {
+            "claim": together["claim"],
+            "budget (%)": metrics.ASKED_BUDGET.show(together["asked_budget"]),
+            "windows (tokens)": metrics.SEQ_LEN.show(together["seq_len"] or math.nan),
+            f"{ALL_MODELS} together": words,
+            "count": COLUMNS["count"].show(together["count"]),
+        }
+        of_models = rows[rows["over"] != ALL_MODELS]
+        of_models = of_models if len(of_models) else rows
+        for verdict in VERDICTS:
+            models = of_models.loc[of_models["verdict"] == verdict, "over"]
+            is_all = len(models) == len(of_models) > 1
+            listed = f"all {len(models)} models" if is_all else ", ".join(models)
+            line[f"{verdict} on"] = listed or MISSING
+        lines.append(line)
+    if lines:
+        yield Sheet("claims", pd.DataFrame(lines))
 
 
-def _claim_of(row: TableRow) -> tuple[Any, ...]:
-    return row["claim"], row["asked_budget"], row.get("seq_len")
+# A terminal, and the sentence of the report
 
 
-def _models_with(verdict: str, claim: TableRow) -> str:
-    models = claim["models"]
-    found = values(where(models, "verdict", verdict), "model")
-    if len(found) == len(models) > 1:
-        return f"all {len(models)} models"
-    return ", ".join(found) or MISSING
+def printed(methods: pd.DataFrame) -> str:
+    """The first board at README's budget (else at its smallest) for a terminal: the methods that
+    are the closest on the shortest windows, one's own, and what the table says. "" without any."""
+    found = shortest(methods)
+    if found.empty:
+        return ""
+    is_own = found["shipped"] != "yes"
+    closest = found[~is_own].index[: max(0, MAX_ROWS - is_own.sum())]
+    shown = found[is_own | found.index.isin(closest)]
+    marked, of_own = mark_own(shown, "label")
+    table = pd.DataFrame({"method": marked["label"], "rank": _places(shown, "-")})
+    table[metrics.RATIO.heading], table["answers"] = _ratios(shown), _differences(shown)
+    for heading, share in SHARES.items():
+        table[heading] = _ranges(shown, share, "-")
+    words = "Brackets: 95 % intervals. Answers: minus the full cache's, in points."
+    notes = [words, _counts(found.iloc[0]), *_notes_on_answers(shown), *of_own]
+    if len(shown) < len(found):
+        which = ", the closest and one's own" if 0 < is_own.sum() < len(found) else ", the closest"
+        notes.append(f"{len(shown)} of {len(found)} methods{which}.")
+    sheet = Sheet(f"board, {_setting(found.iloc[0])}", table, notes)
+    return f"{terminal(alike_in_title(sheet))}\n\n{wrapped(said(methods))}"
 
 
-def models_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """For each model, budget and length a line a method, the closest first, a column a domain."""
-    of_texts, of_tasks = where(rows, "measure", OF_KL), where(rows, "measure", OF_ANSWERS)
-    for (model, budget, _), group in grouped(of_texts, _model_and_setting).items():
-        at_budget = [row for row in of_tasks if row["asked_budget"] in (budget, None)]
-        answers = where(at_budget, "model", model)
-        texts = list(dict.fromkeys(values(group, "domain")))
-        tasks = list(dict.fromkeys(values(answers, "domain")))
-        header = [metrics.LABEL.heading]
-        header += [f"{text}: KL (nats), ratio, windows" for text in texts]
-        header += [f"{task}: right (%), difference, questions" for task in tasks]
-        cells = {(row["label"], row["domain"]): _cell(row) for row in (*group, *answers)}
-        by_kl = sorted(where(group, "domain", texts[-1]), key=itemgetter("value"))
-        lines = []
-        for label in dict.fromkeys(values([*by_kl, *group], "label")):
-            line = [cells.get((label, domain), MISSING) for domain in (*texts, *tasks)]
-            lines.append([label, *line])
-        yield Sheet(f"{model}, {_setting_words(group[0])}", header, lines)
+def shortest(methods: pd.DataFrame) -> pd.DataFrame:
+    """The compared methods of the first board on its shortest windows, at README's budget or else
+    at the smallest."""
+    compared = first_board(methods)
+    compared = compared[compared["apart"] == ""]
+    asked = SAYS["readme"]["budget"]
+    if not compared["asked_budget"].eq(asked).any():
+        asked = compared["asked_budget"].min()
+    at_budget = compared[compared["asked_budget"] == asked]
+    return at_budget[at_budget["seq_len"] == at_budget["seq_len"].min()]
 
 
-_model_and_setting = itemgetter("model", "asked_budget", "seq_len")
-
-
-def _cell(row: TableRow) -> str:
-    shown, versus = metrics.KL.show(row["value"]), _ratio(row, "versus")
-    if row["measure"] == OF_ANSWERS:
-        shown, versus = metrics.ANSWERS.show(row["value"]), _difference(row, "versus")
-    return f"{shown}, {versus}, {row['count']:.0f}"
-
-
-def pairs_sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """For each budget and length a line a method, the closest first: which others it is told apart
-    from."""
-    for words, of_setting in grouped(rows, _setting_words).items():
-        found = []
-        for label in dict.fromkeys([of_setting[0]["label"], *values(of_setting, "other")]):
-            pairs = [row for row in of_setting if label in (row["label"], row["other"])]
-            closer = where(pairs, "closer", label)
-            farther = [row for row in pairs if row["closer"] not in (label, "")]
-            alike = []
-            for row in where(pairs, "closer", ""):
-                alike.append(row["other"] if row["label"] == label else row["label"])
-            found.append((label, len(closer), len(farther), ", ".join(alike) or MISSING))
-        found.sort(key=lambda line: line[2] - line[1])
-        header = ["label", "certainly closer than", "certainly farther than", "not told apart from"]
-        yield Sheet(words, header, [list(map(str, line)) for line in found])
-
-
-SHEETS: Mapping[str, Callable[[Sequence[TableRow]], Iterator[Sheet]]] = {
-    "board": boards,
-    "board_claims": claims_sheets,
-    "board_models": models_sheets,
-    "board_pairs": pairs_sheets,
-}
-"""The tables of a page, by shape."""
+def said(methods: pd.DataFrame) -> str:
+    """What the methods of `shortest` show, in sentences; "" without any."""
+    found = shortest(methods)
+    if found.empty:
+        return ""
+    near, ratios, is_own = found.iloc[0], _ratios(found), found["shipped"] != "yes"
+    models = f"{near['num_models']:.0f} models" if near["num_models"] > 1 else near["model"]
+    sentences = [
+        f"Of {len(found)} methods ({_setting(near)}, {models}) {near['label']} is closest to "
+        f"the full cache: its KL is {ratios[0]} times that of the oracle, which selects by the "
+        f"exact scores. {(found['ratio_high'] < 1).sum()} are certainly (95 %) closer than the "
+        f"oracle, {(found['ratio_low'] > 1).sum()} certainly farther."
+    ]
+    table = pd.DataFrame({"label": found["label"], "place": _places(found), "ratio": ratios})
+    for row in table[is_own].itertuples() if not is_own.all() else ():
+        sentences.append(f"{row.label}: rank {row.place}, KL {row.ratio} times the oracle's.")
+    return " ".join(sentences)

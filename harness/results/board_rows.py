@@ -1,393 +1,388 @@
-"""Rows of the board: each method's KL beside the oracle's, and its answers.
+"""Rows of the board: each method's KL beside the oracle's, its rank, answers, memory and step.
 
-`Setting` is one asked budget and one length of windows. The oracle's windows are what is compared.
-A method that lacks some of them, or cannot have the budget, is shown apart and not compared.
-`harness/results/stats.py` has the statistics.
-
-A window is known by its model, text and place, a context of questions by model, task and number.
+Methods are compared at a setting: a board, an asked budget and a length of windows. A board is over
+all models or of one. The oracle's windows are what is compared: a method that lacks some of them,
+or cannot have the budget, stands apart. A window is known by model, text and place, a context of
+questions by model, task and number. `harness/results/stats.py` has the statistics.
 """
 
-import itertools
-import math
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from harness.results.board_sources import (
-    BoardSteps,
-    Key,
-    Models,
-    Rows,
-    Series,
-    in_both,
-    models_at,
-    on_models,
-    rows_at,
-)
-from harness.results.columns import TableRow, grouped, having, values, where
-from harness.results.metrics import BUDGET, CACHE, DENSE_LAYERS, EQUAL, Metric
+from harness.results.board_evidence import Evidence, step_at
+from harness.results.metrics import BUDGET, DENSE_LAYERS, EQUAL
+from harness.results.samples import FULL
 from harness.results.sheet import show_range
-from harness.results.stats import Design, Estimate, Pair, compare_all, ranks, unseen_rate
+from harness.results.stats import LEVEL, estimates, holm, unseen_rate
 
-Keys = Sequence[Key]
+SETTING, WINDOW = ["over", "asked_budget", "seq_len"], ["model", "part", "place"]
+METHOD = ["label", "own_budget"]
+"""A method at the budget that was asked for, which is NaN where it has none to set."""
+ENDS = ["mean", "low", "high"]
+ALL_MODELS = "all models"
 LEAST_KL = 1e-6
 """Nats: a smaller KL is rounding, and has no logarithm to speak of."""
-ALL_MODELS, ALL_TEXTS, ALL_TASKS = "all models", "all texts", "all tasks"
-OF_KL, OF_ANSWERS = "KL", "answers"
-HOLDS, UNSURE, FAILS = VERDICTS = ("holds", "not told apart", "does not hold")
-"""Of claims."""
 ORACLES = ("oracle", "oracle-infinigen")
 """Methods that select by the true scores: upper bounds of hard selection of rows; the second by the
-paper's rule for a group."""
+paper's rule for a group. The first of them that ran is what is compared with."""
 OWN_BUDGET = "reads at a budget of its own"
 """Why a method without a budget is not compared."""
+MODELLED = "modelled"
+"""`step_source` of a step that was timed at another budget, or over other codes."""
 
 
-def design_of(keys: Keys, counts: Sequence[float] | None = None) -> Design:
-    """The design of values that were measured there."""
-    models, parts, clusters = zip(*keys, strict=True)
-    return Design(models, parts, clusters, counts)
+class Board(NamedTuple):
+    """The board over all models, then one of each.
 
-
-# KL: windows of one length
-
-
-class Measured(NamedTuple):
-    """A series on the windows of one length."""
-
-    series: Series
-    rows: Rows
-
-    def kl(self, windows: Keys) -> list[float]:
-        """KL of these windows in nats."""
-        return values(rows_at(self.rows, windows), "kl_nats")
-
-    def logs(self, windows: Keys) -> list[float]:
-        """Logarithms of the KL of these windows, which must be positive."""
-        return list(map(math.log, self.kl(windows)))
-
-    def num_zeros(self, windows: Keys) -> int:
-        """How many of these windows have a KL without a logarithm."""
-        return sum(kl <= LEAST_KL for kl in self.kl(windows))
-
-
-def log_ratio(own: Measured, other: Measured, windows: Keys) -> Estimate | None:
-    """The mean logarithm of the ratio of two methods' KL, over the models of the windows; None
-    where a KL has no logarithm."""
-    if not windows or own.num_zeros(windows) or other.num_zeros(windows):
-        return None
-    return design_of(windows).over_models(np.subtract(own.logs(windows), other.logs(windows)))
-
-
-def exponential(name: str, estimate: Estimate | None) -> TableRow:
-    """The columns of a ratio and its 95 % interval, from its logarithm; {} without one."""
-    if estimate is None:
-        return {}
-    half = estimate.half_width
-    low = None if half is None else math.exp(estimate.value - half)
-    high = None if half is None else math.exp(estimate.value + half)
-    return {name: math.exp(estimate.value), f"{name}_low": low, f"{name}_high": high}
-
-
-class Setting:
-    """A budget and a length: the methods that ran there, and which of them are compared.
-
-    reference: the oracle at the asked budget; where it did not run, that by InfiniGen's rule.
-    windows: those of the oracle on the models of the table. compared: methods at this budget with a
-    KL in all of these windows, the oracle among them. apart: the others, with the reason in words.
+    methods, pairs: rows of `columns.BOARD`, and of `columns.BOARD_PAIRS` for the first board.
+    claims: of `judged`. left_out: models over which no mean goes.
     """
 
-    def __init__(
-        self, asked_budget: float, seq_len: int, found: Sequence[Measured], models: Models
-    ) -> None:
-        self.asked_budget = asked_budget
-        self.seq_len = seq_len
-        self.found = found
-        with_budget = [one for one in found if one.series.asked_budget is not None]
-        by_method = {one.series.method: one for one in with_budget[::-1] if not one.series.codec}
-        self.reference = next((by_method[name] for name in ORACLES if name in by_method), None)
-        of_oracle = self.reference.rows if self.reference else {}
-        self.windows = on_models(of_oracle, models.together)
-        self.compared: list[Measured] = []
-        self.apart: list[tuple[Measured, str]] = []
-        for measured in found:
-            reason = "; ".join(self._reasons(measured))
-            if reason:
-                self.apart.append((measured, reason))
-            else:
-                self.compared.append(measured)
+    methods: pd.DataFrame
+    pairs: pd.DataFrame
+    claims: pd.DataFrame
+    left_out: list[str]
 
-    def _reasons(self, measured: Measured) -> Iterator[str]:
-        """In words, why a method is not compared with the others; nothing if it is."""
-        if self.reference is None:
-            yield "the oracle has no windows here"
-            return
-        num_zeros = self.reference.num_zeros(self.windows)
-        if num_zeros:
-            yield f"the oracle's KL is 0 in {num_zeros} of {len(self.windows)} windows"
-            return
-        if measured.series.is_full:
-            yield "the full cache itself, whose KL is 0"
-            return
-        if measured.series.asked_budget is None:
+
+def board_of(evidence: Evidence, claims: Any) -> Board:
+    """The boards of evidence. claims: of `board.yaml`.
+
+    A model counts in the means over all if at least half as many methods ran at a budget on it as
+    on the model with the most. So a method that ran on one more model stays comparable with the
+    others.
+    """
+    models = pd.concat([evidence.windows["model"], evidence.answers["model"]]).unique()
+    methods = evidence.windows.dropna(subset="own_budget").drop_duplicates(["model", *METHOD])
+    num_methods = methods["model"].value_counts().reindex(models, fill_value=0)
+    together = list(models[2 * num_methods >= num_methods.max()])
+    first = ALL_MODELS if len(together) > 1 else together[0]
+    boards = {first: together} | {model: [model] for model in models if model != first}
+    windows, answers, steps = (_by_board(rows, boards) for rows in evidence)
+
+    windows = _beside_oracle(_at_budgets(windows))
+    lines, shown = _lines(windows)
+    lines["apart"] = _reasons(lines, shown)
+    compared = lines[lines["apart"] == ""]
+    pairs = _pairs(compared, shown)
+    lines = lines.join(_ranks(compared, pairs)).join(_steps(windows, steps))
+    answers["line"] = answers.groupby(["over", *METHOD], dropna=False).ngroup()
+    answers["is_missed"] = _misses_budget(answers)
+    lines = lines.merge(_beside_full(answers), on=["over", *METHOD], how="left")
+    lines["front"] = fronts(lines)
+
+    has_own = lines["has_own_windows"] | lines["has_own_answers"].eq(True)
+    lines["shipped"] = np.where(has_own, "", "yes")
+    lines = lines.assign(is_apart=lines["apart"] != "", source="measured")
+    lines = lines.fillna(dict.fromkeys(["answers_note", "step_source", "step_on"], ""))
+    lines = _sorted(lines, "is_apart", "ratio", "label")
+    pairs = _sorted(pairs[pairs["over"] == first], "line", "line_of_other")
+    left_out = [model for model in models if model not in together]
+    return Board(lines, pairs, judged(claims, windows, _at_budgets(answers)), left_out)
+
+
+def _by_board(rows: pd.DataFrame, boards: Mapping[str, list[str]]) -> pd.DataFrame:
+    """The rows of each board. counts: whether means go over their model. What the first board has
+    on other models only says what a method lacks."""
+    words = pd.CategoricalDtype(list(boards))
+    parts: list[pd.DataFrame] = []
+    for over, models in boards.items():
+        here = rows.assign(
+            over=pd.Series(over, rows.index, words), counts=rows["model"].isin(models)
+        )
+        parts.append(here[here["counts"] | (not parts)])
+    return pd.concat(parts, ignore_index=True)
+
+
+def _at_budgets(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows by `asked_budget`; those of a method without one stand at each."""
+    asked = rows["own_budget"].dropna().unique()
+    every = pd.DataFrame({"asked_budget": asked}, dtype=float).merge(rows, how="cross")
+    return every[every["own_budget"].isna() | (every["own_budget"] == every["asked_budget"])]
+
+
+def _sorted(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """Rows by board, the largest budget first, then by length and `by`."""
+    names = [*SETTING, *by]
+    ascending = [name != "asked_budget" for name in names]
+    return rows.sort_values(names, ascending=ascending, ignore_index=True)
+
+
+def _misses_budget(rows: pd.DataFrame) -> pd.Series:
+    """Whether a line reads another budget than it was asked for on any model and text or task.
+    False where none was asked for."""
+    read = rows.groupby(["line", "model", "part"])["budget"].transform("mean")
+    is_off = (read - rows["own_budget"]).abs() > EQUAL
+    return is_off.groupby(rows["line"]).transform("any")
+
+
+def _beside_oracle(windows: pd.DataFrame) -> pd.DataFrame:
+    """Windows at the settings at which a method has the budget, beside the oracle's.
+
+    line: the number of a method at a setting. reference: the oracle's label, "" without one.
+    is_shared: whether the oracle has the window too, on a model that counts. log, oracle_log:
+    the logarithms of the two KL, NaN where it is rounding.
+    """
+    windows = windows[windows.groupby(SETTING)["own_budget"].transform("count") > 0]
+    windows = windows.assign(
+        line=windows.groupby([*SETTING, *METHOD], sort=False, dropna=False).ngroup(),
+        log=np.log(windows["kl_nats"].where(windows["kl_nats"] > LEAST_KL)),
+        order=windows["method"].map({name: place for place, name in enumerate(ORACLES)}),
+        weight=1,
+    )
+    windows["is_missed"] = _misses_budget(windows)
+    has_budget = windows["own_budget"].notna() & (windows["codec"] == "")
+    oracles = windows[windows["order"].notna() & has_budget & windows["counts"]]
+    oracles = oracles.sort_values("order", kind="stable")
+    first = oracles.drop_duplicates(SETTING)
+    oracle = oracles.loc[oracles["line"].isin(first["line"]), [*SETTING, *WINDOW, "log"]]
+    reference = first[[*SETTING, "label"]].rename(columns={"label": "reference"})
+    windows = windows.merge(reference, on=SETTING, how="left").fillna({"reference": ""})
+    oracle = oracle.rename(columns={"log": "oracle_log"}).assign(is_shared=True)
+    windows = windows.merge(oracle, on=[*SETTING, *WINDOW], how="left")
+    return windows.assign(is_shared=windows["is_shared"].eq(True))
+
+
+def _lines(windows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A line for each method at a setting: what it is, its KL, its ratio and its shares; and the
+    windows that it shows, which are those that the oracle has too, or all if there are none."""
+    has_shared = windows.groupby("line")["is_shared"].transform("any")
+    shown = windows[windows["is_shared"] | ~has_shared]
+    of_lines = shown.groupby("line")
+    same = [*SETTING, *METHOD, "method", "codec", "family", "reference", "is_missed"]
+    lines = of_lines[same].first()
+    lines["model"] = of_lines["model"].agg(lambda models: ", ".join(models.unique()))
+    lines["num_models"], lines["num_windows"] = of_lines["model"].nunique(), of_lines.size()
+    lines["dense_numbers"] = of_lines["dense_layers"].agg(_in_words)
+    lines["has_own_windows"] = shown["shipped"].ne("yes").groupby(shown["line"]).any()
+    shares = ["budget", "device_frac", "resident_frac"]
+    of_models = shown.groupby(["line", "model"])[shares].mean().groupby("line")
+    lines = lines.join(of_models.min().add_suffix("_low")).join(of_models.max().add_suffix("_high"))
+    kl = estimates(shown.assign(value=shown["log"]), ["line"])
+    lines["kl_nats"], lines["num_places"] = np.exp(kl["mean"]), kl["num_places"]
+    shared = shown[shown["is_shared"]]
+    beside = shared.assign(value=shared["log"] - shared["oracle_log"])
+    lines = lines.join(_ratios(estimates(beside, ["line"], over_models=True)))
+    ends = ["ratio_low", "ratio_high"]
+    lines[ends] = lines[ends].mask(lines["label"] == lines["reference"])  # 1 by its meaning
+    return lines, shown
+
+
+def _in_words(dense_layers: pd.Series) -> str:
+    return " or ".join(map(DENSE_LAYERS.show, sorted(dense_layers.dropna().unique())))
+
+
+def _ratios(found: pd.DataFrame) -> pd.DataFrame:
+    """The columns of a ratio, from estimates of its logarithm."""
+    ends = found[ENDS].set_axis(["ratio", "ratio_low", "ratio_high"], axis=1)
+    return ends.apply(np.exp).join(found["degrees"])
+
+
+# Why a method is not compared
+
+
+def _reasons(lines: pd.DataFrame, shown: pd.DataFrame) -> list[str]:
+    """In words, why each line is not compared with the others; "" if it is."""
+    is_oracle = (shown["label"] == shown["reference"]) & shown["own_budget"].notna()
+    oracle = shown.loc[is_oracle, [*SETTING, *WINDOW, "log"]]
+    due = lines[SETTING].reset_index().merge(oracle, on=SETTING)
+    due_logs, logs = due.groupby("line")["log"], shown.groupby("line")["log"]
+    facts = lines.assign(
+        num_due=due_logs.size(),
+        num_zeros_due=due_logs.size() - due_logs.count(),
+        num_zeros=logs.size() - logs.count(),
+        lacks=_lacking(due, shown),
+    )
+    return ["; ".join(_why_apart(line)) for line in facts.itertuples()]
+
+
+def _why_apart(line: Any) -> Iterator[str]:
+    if not line.reference:
+        yield "the oracle has no windows here"
+    elif line.num_zeros_due:
+        yield f"the oracle's KL is 0 in {line.num_zeros_due:.0f} of {line.num_due:.0f} windows"
+    elif line.method == FULL and not line.codec:
+        yield "the full cache itself, whose KL is 0"
+    else:
+        if pd.isna(line.own_budget):
             yield OWN_BUDGET
-        elif not has_budget(measured.rows.values(), self.asked_budget):
-            yield f"cannot have this budget: reads {_budget_in_words(measured.rows.values())} %"
-        shared = self.shared(measured)
-        if len(shared) < len(self.windows):
-            missing = [window for window in self.windows if window not in measured.rows]
-            yield f"lacks {_named(missing, self.windows)}"
-        num_zeros = measured.num_zeros(shared)
-        if num_zeros:
-            yield f"its KL is 0 in {num_zeros} of {len(shared)} windows, which has no ratio"
-
-    def shared(self, measured: Measured) -> Keys:
-        """The windows that a method and the oracle have."""
-        return in_both(self.windows, measured.rows)
-
-    def to_oracle(self, measured: Measured, windows: Keys) -> Estimate | None:
-        """The logarithm of a method's KL over the oracle's, on windows that both have."""
-        if self.reference is None or measured.series.is_full:
-            return None
-        return log_ratio(measured, self.reference, windows)
+        elif line.is_missed:
+            read = show_range(BUDGET, (line.budget_low, line.budget_high), " to ")
+            yield f"cannot have this budget: reads {read} %"
+        if pd.notna(line.lacks):
+            yield f"lacks {line.lacks}"
+        if line.num_zeros:
+            of_all = f"{line.num_zeros} of {line.num_windows} windows"
+            yield f"its KL is 0 in {of_all}, which has no ratio"
 
 
-def settings_of(series: Sequence[Series], models: Models) -> list[Setting]:
-    """Each asked budget at each length, the largest budget first."""
-    asked = {one.asked_budget for one in series if one.asked_budget is not None}
-    lengths = set(itertools.chain.from_iterable(one.windows for one in series))
-    found = []
-    for budget, seq_len in itertools.product(sorted(asked, reverse=True), sorted(lengths)):
-        here = []
-        for one in series:
-            if seq_len in one.windows and one.asked_budget in (budget, None):
-                here.append(Measured(one, one.windows[seq_len]))
-        if any(measured.series.asked_budget is not None for measured in here):
-            found.append(Setting(budget, seq_len, here, models))
-    return found
+def _lacking(due: pd.DataFrame, own: pd.DataFrame) -> pd.Series:
+    """In words, by `line`, which due windows or contexts are missing: whole models, whole texts of
+    a model, or so many. Lines that lack nothing are left out."""
+    on_model, on_part = due.groupby(["line", "model"]), due.groupby(["line", "model", "part"])
+    due = due.assign(on_model=on_model["place"].transform("size"))
+    due = due.assign(on_part=on_part["place"].transform("size"))
+    key = ["line", *WINDOW]
+    missing = due.merge(own[key], on=key, how="left", indicator="side")
+    missing = missing[missing["side"] == "left_only"]
+    found = {}
+    for line, rows in missing.groupby("line"):
+        words = []
+        for model, of_model in rows.groupby("model", sort=False):
+            if len(of_model) == of_model["on_model"].iloc[0]:
+                words.append(str(model))
+                continue
+            for part, of_part in of_model.groupby("part", sort=False):
+                total = of_part["on_part"].iloc[0]
+                count = "" if len(of_part) == total else f"{len(of_part)} of {total} of "
+                words.append(f"{count}{part} on {model}")
+        found[line] = ", ".join(words)
+    return pd.Series(found, dtype=object)
 
 
-def has_budget(rows: Iterable[TableRow], asked: float | None) -> bool:
-    """Whether a method reads its asked budget on each model, and each text or task of it."""
-    parts = grouped(rows, lambda row: (row["model"], row.get("text") or row["task"]))
-    means = [statistics.fmean(values(of_part, "budget")) for of_part in parts.values()]
-    return asked is None or all(abs(mean - asked) <= EQUAL for mean in means)
+# Pairs and ranks
 
 
-def _range_over_models(rows: Iterable[TableRow], name: str) -> tuple[float | None, float | None]:
-    """The least and the largest of the models' means; None where none is known."""
-    models = grouped(having(rows, name), itemgetter("model"))
-    means = [statistics.fmean(values(of_model, name)) for of_model in models.values()]
-    return min(means, default=None), max(means, default=None)
+def _pairs(compared: pd.DataFrame, shown: pd.DataFrame) -> pd.DataFrame:
+    """The tests of all pairs of compared lines, with Holm's correction at each setting."""
+    windows = shown.loc[shown["line"].isin(compared.index), ["line", *SETTING, *WINDOW, "log"]]
+    both = windows.merge(windows, on=[*SETTING, *WINDOW], suffixes=("", "_of_other"))
+    both = both[both["line"] < both["line_of_other"]]
+    both = both.assign(value=both["log"] - both["log_of_other"], weight=1)
+    found = estimates(both, ["line", "line_of_other"])
+    pairs = _ratios(found).join(found["p"]).reset_index()
+    pairs = pairs.join(compared[["model", *SETTING, "label"]], on="line")
+    pairs = pairs.join(compared["label"].rename("other"), on="line_of_other")
+    pairs["p_holm"] = pairs.groupby(SETTING)["p"].transform(holm)
+    closer = pairs["label"].where(pairs["ratio"] < 1, pairs["other"])
+    pairs["closer"] = closer.where(pairs["p_holm"] <= LEVEL, "")
+    return pairs.assign(source="measured")
 
 
-def _budget_in_words(rows: Iterable[TableRow]) -> str:
-    return show_range(BUDGET, _range_over_models(rows, "budget"), " to ")
-
-
-def _named(missing: Keys, every: Keys) -> str:
-    """In words, what of all windows or contexts is missing: whole models, whole texts of a model,
-    or so many."""
-    words = []
-    for model, of_model in grouped(missing, lambda key: key[0]).items():
-        if len(of_model) == len(on_models(every, [model])):
-            words.append(model)
-            continue
-        for part, of_part in grouped(of_model, lambda key: key[1]).items():
-            total = sum(key[:2] == (model, part) for key in every)
-            count = "" if len(of_part) == total else f"{len(of_part)} of {total} of "
-            words.append(f"{count}{part} on {model}")
-    return ", ".join(words)
+def _ranks(compared: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
+    """Places of the compared lines by their ratio; equal ratios share one. A method may have any
+    from 1 + the methods certainly closer to all less those certainly farther."""
+    certain = pairs[pairs["closer"] != ""]
+    is_first = certain["closer"] == certain["label"]
+    first, second = certain["line"], certain["line_of_other"]
+    times_closer = first.where(is_first, second).value_counts()
+    times_farther = second.where(is_first, first).value_counts()
+    of_setting = compared.groupby(SETTING)
+    count = of_setting["label"].transform("size")
+    ranks = {
+        "num_compared": count,
+        "rank": of_setting["ratio"].rank(method="min"),
+        "rank_low": 1 + times_farther.reindex(compared.index, fill_value=0),
+        "rank_high": count - times_closer.reindex(compared.index, fill_value=0),
+    }
+    return pd.DataFrame(ranks)
 
 
 # Answers
 
 
-class Gap(NamedTuple):
-    """The share of right answers of a method and its difference to another's on the same
-    questions, with the 95 % interval."""
+def _gaps(own: pd.DataFrame, other: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Estimates of the difference of two methods' shares of right answers, by group.
 
-    share: float
-    difference: float
-    low: float | None
-    high: float | None
-    num_questions: int
-    num_contexts: int
-
-    def columns(self, name: str) -> TableRow:
-        """The columns of the difference."""
-        return {name: self.difference, f"{name}_low": self.low, f"{name}_high": self.high}
-
-
-def gap_of(own: Rows, other: Rows, contexts: Keys) -> Gap | None:
-    """The difference of the answers to the questions on these contexts; None without any."""
-    if not contexts:
-        return None
-    asked = values(rows_at(own, contexts), "asked")
-    shares = np.divide(values(rows_at(own, contexts), "right"), asked)
-    shares_of_other = np.divide(values(rows_at(other, contexts), "right"), asked)
-    differences = shares - shares_of_other
-    design = design_of(contexts, asked)
-    found = design.over_models(differences)
-    half = found.half_width
-    if half == 0 and differences.any():  # the models differ alike, and their contexts need not
-        half = design.estimate(differences).half_width
-    if half == 0:  # no context differs from another, which a few contexts do not make impossible
-        half = unseen_rate(found.num_clusters)
-    return Gap(
-        share=design.mean(shares),
-        difference=found.value,
-        low=None if half is None else found.value - half,
-        high=None if half is None else found.value + half,
-        num_questions=sum(asked),
-        num_contexts=found.num_clusters,
-    )
-
-
-def same_contexts(own: Rows, other: Rows) -> Keys:
-    """The contexts on which both were asked the same questions: as many, in prompts of one length.
-
-    A context is known by its number alone, which other questions of the task have too.
+    Contexts count on which both were asked the same questions: as many, in prompts of one length. A
+    context is known by its number alone, which other questions of the task have too. With `share`,
+    the own one, `num_questions`, and whether either budget `is_missed`. Where no context differs
+    from another, which a few contexts do not make impossible, the interval is that of the largest
+    unseen rate.
     """
-    asked_of = itemgetter("asked", "prompt_len")
-    both = in_both(own, other)
-    return [context for context in both if asked_of(own[context]) == asked_of(other[context])]
+    same = ["over", *WINDOW, "asked", "prompt_len", *(name for name in by if name in other)]
+    both = own.merge(other, on=list(dict.fromkeys(same)), suffixes=("", "_of_other"))
+    share = both["right"] / both["asked"]
+    both = both.assign(weight=both["asked"], value=share - both["right_of_other"] / both["asked"])
+    found = estimates(both, by, over_models=True)
+    unseen, is_alike = found["num_places"].map(unseen_rate), found["low"] == found["high"]
+    found["low"] = found["low"].mask(is_alike, found["mean"] - unseen)
+    found["high"] = found["high"].mask(is_alike, found["mean"] + unseen)
+    found["share"] = estimates(both.assign(value=share), by)["mean"]
+    groups = both.assign(is_missed=both["is_missed"] | both["is_missed_of_other"]).groupby(by)
+    found["num_questions"], found["is_missed"] = groups["asked"].sum(), groups["is_missed"].any()
+    return found
 
 
-def full_answers(series: Iterable[Series]) -> Rows:
-    """The full cache's rows; none where it was not asked."""
-    return next((one.answers for one in series if one.is_full), {})
+def _beside_full(answers: pd.DataFrame) -> pd.DataFrame:
+    """The share of right answers of each board's methods, its difference to the full cache's, and
+    what to know of it."""
+    is_full = (answers["method"] == FULL) & (answers["codec"] == "")
+    full = answers[is_full & answers["counts"]]
+    full = full[full["line"].isin(full.drop_duplicates("over")["line"])].drop(columns="line")
+    found = _gaps(answers, full, ["line"])
+    of_lines = answers.groupby("line")
+    methods = of_lines[["over", *METHOD, "is_missed"]].first()
+    methods["has_own_answers"] = answers["shipped"].ne("yes").groupby(answers["line"]).any()
+    counts = ["num_questions", "num_contexts"]
+    methods[["answers", *counts]] = found[["share", "num_questions", "num_places"]]
+    others = found[~found.index.isin(answers.loc[is_full, "line"])]
+    methods[[f"answers_difference{end}" for end in ("", "_low", "_high")]] = others[ENDS]
+    read = answers.groupby(["line", "model"])["budget"].mean().groupby("line")
+    reads = read.agg(lambda budgets: f"reads {show_range(BUDGET, budgets, ' to ')} % on the tasks")
+    due = methods["over"].reset_index().merge(full[["over", *WINDOW]], on="over")
+    words = {"reads": reads[methods["is_missed"]], "lacks": "lacks " + _lacking(due, answers)}
+    notes = pd.DataFrame(words, index=found.index)
+    methods["answers_note"] = notes.apply(lambda parts: "; ".join(parts.dropna()), axis=1)
+    return methods.drop(columns="is_missed")
 
 
-# Rows
+# Decode steps
 
 
-def pairs_of(setting: Setting) -> list[Pair]:
-    """The tests of all pairs of compared methods, by their numbers among `setting.compared`."""
-    if len(setting.compared) < 2:
-        return []
-    logs = [measured.logs(setting.windows) for measured in setting.compared]
-    return compare_all(design_of(setting.windows), logs)
+def _steps(windows: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """`step_s`, `step_source` and `step_on` of the lines whose method was timed.
 
-
-def pair_rows(setting: Setting, pairs: Iterable[Pair]) -> Iterator[TableRow]:
-    """The rows of the tests."""
-    labels = [measured.series.label for measured in setting.compared]
-    for pair in pairs:
-        yield exponential("ratio", pair.estimate) | {
-            "model": ", ".join(models_at(setting.windows)),
-            "asked_budget": setting.asked_budget,
-            "seq_len": setting.seq_len,
-            "label": labels[pair.first],
-            "other": labels[pair.second],
-            "degrees": pair.estimate.degrees,
-            "p": pair.estimate.p,
-            "p_holm": pair.p_holm,
-            "closer": "" if pair.closer is None else labels[pair.closer],
-        }
-
-
-def method_rows(
-    setting: Setting, pairs: Sequence[Pair], full: Rows, steps: BoardSteps
-) -> list[TableRow]:
-    """The rows of a budget and a length: the compared methods by their ratio, then the others."""
-    found = []
-    for measured in setting.compared:
-        row = _method_row(setting, measured, setting.windows, full, steps)
-        found.append(row | {"apart": "", "num_compared": len(setting.compared)})
-    for row, rank in zip(found, ranks(values(found, "ratio"), pairs), strict=True):
-        row |= {"rank": rank.value, "rank_low": rank.low, "rank_high": rank.high}
-    for measured, reason in setting.apart:
-        row = _method_row(setting, measured, setting.shared(measured), full, steps)
-        found.append(row | {"apart": reason})
-
-    def order(row: TableRow) -> tuple[bool, float]:
-        return bool(row["apart"]), math.inf if row["ratio"] is None else row["ratio"]
-
-    return sorted(found, key=order)
-
-
-def _method_row(
-    setting: Setting, measured: Measured, shared: Keys, full: Rows, steps: BoardSteps
-) -> TableRow:
-    series = measured.series
-    windows = shared or list(measured.rows)
-    here = rows_at(measured.rows, windows)
-    numbers = sorted(set(values(here, "dense_layers")) - {None})
-    is_shipped = all(values([*here, *series.answers.values()], "shipped"))
-    estimate = setting.to_oracle(measured, shared)
-    mean_kl = None
-    if not measured.num_zeros(windows):
-        mean_kl = math.exp(design_of(windows).mean(measured.logs(windows)))
-    row: TableRow = {
-        "model": ", ".join(models_at(windows)),
-        "method": series.method,
-        "codec": here[0].get("codec"),
-        "family": here[0].get("family"),
-        "label": series.label,
-        "asked_budget": setting.asked_budget,
-        "seq_len": setting.seq_len,
-        "kl_nats": mean_kl,
-        "ratio": None,
-        "degrees": None if estimate is None else estimate.degrees,
-        "num_models": len(models_at(windows)),
-        "num_windows": len(windows),
-        "num_places": len({window[1:] for window in windows}),
-        "dense_numbers": " or ".join(map(DENSE_LAYERS.show, numbers)),
-        "shipped": "yes" if is_shipped else "",
-    } | exponential("ratio", estimate)
-    if measured is setting.reference:  # 1 by its meaning
-        row["ratio_low"] = row["ratio_high"] = None
-    for name in ("budget", "device_frac", "resident_frac"):
-        row[f"{name}_low"], row[f"{name}_high"] = _range_over_models(here, name)
-    return row | _answer_columns(series, full) | steps.step_of(measured.rows.values())
-
-
-def _answer_columns(series: Series, full: Rows) -> TableRow:
-    """The share of right answers, its difference to the full cache, and what to know of it."""
-    own = series.answers
-    found = gap_of(own, full, same_contexts(own, full))
-    if found is None:
-        return {"answers_note": ""}
-    notes = []
-    if not has_budget(own.values(), series.asked_budget):
-        notes.append(f"reads {_budget_in_words(own.values())} % on the tasks")
-    missing = [context for context in full if context not in own]
-    if missing:
-        notes.append(f"lacks {_named(missing, list(full))}")
-    row: TableRow = {
-        "answers": found.share,
-        "num_questions": found.num_questions,
-        "num_contexts": found.num_contexts,
-        "answers_note": "; ".join(notes),
-    }
-    return row if series.is_full else row | found.columns("answers_difference")
+    All steps of a board are of one model, machine, batch and prompt length, so that they compare:
+    that where most were timed. Lines of other lengths of windows have none.
+    """
+    setup = ["over", "model", "platform", "batch_size", "prompt_len"]
+    steps = steps[steps["counts"]].rename(columns={"label": "run_label"})
+    most = steps.groupby(setup, sort=False).size().sort_values(ascending=False, kind="stable")
+    steps = steps.merge(most.reset_index()[setup].drop_duplicates("over"), on=setup)
+    read = windows.groupby(["line", "model"])["budget"].transform("mean")
+    here = windows.assign(budget=read, prompt_len=windows["seq_len"])
+    same = ["over", "model", "prompt_len", "method", "codec", "run_label", "dense_layers"]
+    timed = here.drop_duplicates(["line", "model"]).merge(steps, on=same, suffixes=("", "_timed"))
+    timed["is_timed"] = timed["own_budget"].fillna(0) == timed["own_budget_timed"].fillna(0)
+    timed = timed.sort_values("is_timed", ascending=False, kind="stable").drop_duplicates("line")
+    modelled = step_at(timed, timed["budget"] / timed["budget_timed"], timed["dense_layers"])
+    timed["step_s"] = timed["step_s"].where(timed["is_timed"], modelled)
+    own, other = (
+        timed[name].str.extract(r"\b(group_size=\w+)", expand=False).fillna("")
+        for name in ("settings", "settings_timed")
+    )
+    is_as_timed = timed["is_timed"] & (own == other)  # else as many bytes, of other tokens
+    timed["step_source"] = timed["source_timed"].where(is_as_timed, MODELLED)
+    place = "{0.model} ({0.platform}), batch {0.batch_size:.0f}, prompts of {0.prompt_len:,.0f}"
+    timed["step_on"] = [f"{place.format(step)} tokens" for step in timed.itertuples()]
+    timed = timed.dropna(subset="step_s").set_index("line")
+    return timed[["step_s", "step_source", "step_on"]]
 
 
 # Fronts
 
 
-def traffic(row: TableRow) -> float:
+def traffic(rows: Any) -> Any:
     """Bytes that a step moves over the link and reads on the device, of the full cache's; the mean
     of the models' least and largest. What is left after an eviction is small and lies on the
     device."""
-    over_link = 0.0 if row.get("family") == "evicts" else _middle(row, "budget")
-    return over_link + _middle(row, "device_frac")
+    is_over_link = rows["family"] != "evicts"
+    return is_over_link * _middle(rows, "budget") + _middle(rows, "device_frac")
 
 
-def _middle(row: TableRow, name: str) -> float:
-    return float(row[f"{name}_low"] + row[f"{name}_high"]) / 2
+def _middle(rows: Any, name: str) -> Any:
+    return (rows[f"{name}_low"] + rows[f"{name}_high"]) / 2
 
 
-TRAFFIC = Metric("traffic", "link + device", CACHE, 1, logarithmic=True)
-COSTS: Mapping[str, Callable[[TableRow], float | None]] = {
-    "link": lambda row: _middle(row, "budget"),
+COSTS: Mapping[str, Callable[[Any], Any]] = {
+    "link": lambda rows: _middle(rows, "budget"),
     "link + device": traffic,
-    "resident": lambda row: row["resident_frac_high"],
-    "step time": lambda row: row.get("step_s"),
+    "resident": itemgetter("resident_frac_high"),
+    "step time": itemgetter("step_s"),
 }
 """What a step of a method costs, by the name of the front. Resident: on the model with
 the largest share."""
@@ -395,107 +390,77 @@ SAME_STEP = 0.01
 """Step times that differ by at most this share count as equal."""
 
 
-def is_whole(row: TableRow) -> bool:
-    """Whether a row was measured in all windows, at its budget or at one of its own."""
-    return row["apart"] in ("", None, OWN_BUDGET) and row["kl_nats"] is not None
+def is_whole(rows: pd.DataFrame) -> pd.Series:
+    """Whether rows were measured in all windows, at their budget or at one of their own."""
+    return rows["apart"].isin(["", OWN_BUDGET]) & rows["kl_nats"].notna()
 
 
-def with_fronts(rows: Sequence[TableRow]) -> list[TableRow]:
-    """The rows with `front`: the costs at which no method is closer to the full cache for no more.
+def fronts(lines: pd.DataFrame) -> pd.Series:
+    """The costs at which no method is closer to the full cache for no more.
 
-    Rows of one length of windows are compared, of all budgets. Oracles are on no front.
+    Lines of a board and length are compared, of all budgets. Oracles are on no front.
     """
-    rivals = [row for row in rows if is_whole(row) and row["method"] not in ORACLES]
-    found = []
-    for row in rows:
-        names = []
-        if row in rivals:
-            of_length = where(rivals, "seq_len", row["seq_len"])
-            closer = [other for other in of_length if other["kl_nats"] < row["kl_nats"]]
-            names = [name for name in COSTS if _is_unbeaten(row, closer, name)]
-        found.append(row | {"front": ", ".join(names)})
-    return found
+    front = pd.Series("", lines.index)
+    rivals = lines[is_whole(lines) & ~lines["method"].isin(ORACLES)]
+    for _, rows in rivals.groupby(["over", "seq_len"]):
+        kl = rows["kl_nats"].to_numpy()
+        is_closer = kl < kl[:, None]
+        for name, cost in COSTS.items():
+            costs = cost(rows).to_numpy()
+            limits = costs + EQUAL * (name == "link")
+            limits *= 1 + SAME_STEP * (name == "step time")
+            is_beaten = (is_closer & (costs <= limits[:, None])).any(axis=1)
+            front[rows.index[~is_beaten & ~np.isnan(costs)]] += f", {name}"
+    return front.str.removeprefix(", ")
 
 
-def _is_unbeaten(row: TableRow, closer: Iterable[TableRow], name: str) -> bool:
-    cost = COSTS[name](row)
-    if cost is None:
-        return False
-    if name == "link":
-        cost += EQUAL
-    if name == "step time":
-        cost *= 1 + SAME_STEP
-    costs = [COSTS[name](other) for other in closer]
-    return all(other is None or other > cost for other in costs)
+# Claims
+
+HOLDS, UNSURE, FAILS = VERDICTS = ("holds", "not told apart", "does not hold")
+NOT_MEASURED, OTHER_BUDGET = "not measured", "another budget"
 
 
-# By model and domain
+def judged(claims: Any, windows: pd.DataFrame, answers: pd.DataFrame) -> pd.DataFrame:
+    """The claims of `board.yaml` at each of their budgets and each length, by board.
 
-
-def kl_by_model(setting: Setting, models: Models) -> Iterator[TableRow]:
-    """KL and its ratio to the oracle's, on each model and on all, on each text and on all."""
-    reference = setting.reference
-    for measured in setting.found:
-        if measured.series.is_full or reference is None:
-            continue
-        shared = in_both(reference.rows, measured.rows)
-        for model, domain, windows in _parts(shared, models, ALL_TEXTS):
-            estimate = None
-            if measured is not reference:
-                estimate = setting.to_oracle(measured, windows)
-            yield exponential("versus", estimate) | {
-                "model": model,
-                "method": measured.series.method,
-                "label": measured.series.label,
-                "asked_budget": setting.asked_budget,
-                "seq_len": setting.seq_len,
-                "domain": domain,
-                "measure": OF_KL,
-                "value": design_of(windows).mean(measured.kl(windows)),
-                "count": len(windows),
-                "num_contexts": len({window[1:] for window in windows}),
-            }
-
-
-def answers_by_model(series: Iterable[Series], models: Models, full: Rows) -> Iterator[TableRow]:
-    """The share of right answers and its difference to the full cache, likewise."""
-    for one in series:
-        contexts_of_all = same_contexts(one.answers, full)
-        for model, domain, contexts in _parts(contexts_of_all, models, ALL_TASKS):
-            found = gap_of(one.answers, full, contexts)
-            assert found is not None, "parts are not empty"
-            row = {
-                "model": model,
-                "method": one.method,
-                "label": one.label,
-                "asked_budget": one.asked_budget,
-                "seq_len": None,
-                "domain": domain,
-                "measure": OF_ANSWERS,
-                "value": found.share,
-                "count": found.num_questions,
-                "num_contexts": found.num_contexts,
-            }
-            yield row if one.is_full else row | found.columns("versus")
-
-
-def _parts(keys: Keys, models: Models, words: str) -> Iterator[tuple[str, str, Keys]]:
-    """(model, domain, its windows or contexts): each model and all, each domain and all of them.
-
-    words: for all domains. What would say the same twice is left out.
+    A claim holds where the whole 95 % interval of its number is on the claimed side. One about
+    methods that did not run has one row. Columns: those of a claim; `mean`, `low` and `high` of
+    the logarithm of the ratio of KL, or of the difference of answers; `count` of windows or
+    questions; `verdict`.
     """
-    for model, of_model in by_model(keys, models):
-        domains = grouped(of_model, lambda key: key[1])
-        for domain, of_domain in domains.items():
-            yield model, domain, of_domain
-        if len(domains) > 1:
-            yield model, words, of_model
+    names = ["claim", "of", "label", "other", "budgets", "at_most", "less"]
+    said = pd.DataFrame(claims, columns=names).explode("budgets", ignore_index=True)
+    said = said.rename(columns={"budgets": "asked_budget"}).astype({"asked_budget": float})
+    said = said.fillna({"at_most": 1.0, "less": 0.0}).reset_index(names="number")
+    by = ["number", "seq_len", "over"]
+    key = ["number", "asked_budget"]
 
+    def sides(of: str, rows: pd.DataFrame) -> Iterator[pd.DataFrame]:
+        """The rows of both methods of each claim."""
+        for name in ("label", "other"):
+            chosen = said.loc[said["of"] == of, [*key, name]].rename(columns={name: "label"})
+            yield chosen.merge(rows[rows["counts"]], on=["asked_budget", "label"])
 
-def by_model(keys: Keys, models: Models) -> Iterator[tuple[str, Keys]]:
-    """The windows or contexts of each model, then those of all models of the table; what is empty
-    is left out."""
-    parts = [(model, on_models(keys, [model])) for model in models.all]
-    if len(models.together) > 1:
-        parts.append((ALL_MODELS, on_models(keys, models.together)))
-    yield from (part for part in parts if part[1])
+    own, other = sides("KL", windows)
+    kl = own.merge(other, on=[*by, *WINDOW], suffixes=("", "_of_other"))
+    kl["value"] = kl["log"] - kl["log_of_other"]
+    has_none = kl["own_budget"].isna() | kl["own_budget_of_other"].isna()
+    kl["is_missed"] |= kl["is_missed_of_other"] | has_none
+    found = estimates(kl, by, over_models=True)
+    found["is_missed"] = kl.groupby(by)["is_missed"].any()
+    found["count"] = kl.groupby(by).size()
+    own, other = sides("answers", answers.assign(seq_len=0))
+    of_answers = _gaps(own, other, by).rename(columns={"num_questions": "count"})
+
+    rows = said.merge(pd.concat([found, of_answers]).reset_index(), on="number", how="left")
+    rows = rows.sort_values(by, kind="stable")
+    is_kl = rows["of"] == "KL"
+    least, most = rows["low"].where(is_kl, -rows["high"]), rows["high"].where(is_kl, -rows["low"])
+    bound = np.log(rows["at_most"]).where(is_kl, rows["less"])  # of answers, of what is lost
+    cases = {
+        NOT_MEASURED: rows["mean"].isna(),
+        OTHER_BUDGET: rows["is_missed"].eq(True),
+        HOLDS: most <= bound,
+        FAILS: least > bound,
+    }
+    return rows.assign(verdict=np.select([*cases.values()], [*cases], UNSURE))

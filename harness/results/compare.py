@@ -7,37 +7,34 @@ counts. If both were measured on the same questions, windows or prompts, the sta
 of the paired difference, else that of two independent numbers. Speed is compared by ratio.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from harness.errors import UserError, exit_code, printable, shortened
 from harness.results import columns
 from harness.results.archive import opened
-from harness.results.columns import TableRow
 from harness.results.metrics import MISSING
-from harness.results.record import CODE, Record, read_all
-from harness.results.samples import Measured, paired, samples_of
-from harness.results.table_rows import with_rows
+from harness.results.record import CODE, current, read_all
+from harness.results.samples import KEY, differences_of, samples_of
+from harness.results.table_rows import frames_of
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-NAMES = (
+NAMES = [
     "experiment", "platform", "source", "model", "method", "label", "settings", "task",
     "batch_size", "prompt_len", "gen_len", "memory_bytes", "series", "layer", "x_name", "x",
-)  # fmt: skip
+]  # fmt: skip
 """Columns that say what a number was measured of."""
 KEYS = [*NAMES, "metric"]
 VALUES = ["before", "after", "difference", "stderr", "z", "pairs", "ratio", "differs"]
 """z: the difference in standard errors. pairs: questions or windows that both were measured on.
 ratio: B / A, of speed. differs: what else differs between the two runs, in words."""
-SHARES = ("budget", "device_frac", "resident_frac")
+SHARES = ["budget", "device_frac", "resident_frac"]
 SPEED = [
     column.name
     for column in dict.fromkeys((*columns.LATENCY, *columns.CAPACITY))
@@ -64,14 +61,18 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     frame = first.merge(second, how="outer", on=KEYS, suffixes=("_a", "_b"), indicator=True)
     is_both = frame["_merge"] == "both"
     if not is_both.any():
-        only_a, only_b = _runs(first), _runs(second)
-        raise UserError(f"no run is in both: A has {only_a}; B has {only_b}")
-    frame["before"] = frame["value_a"].where(is_both).astype(float)
-    frame["after"] = frame["value_b"].where(is_both).astype(float)
+        raise UserError(f"no run is in both: A has {_runs(first)}; B has {_runs(second)}")
+    frame["before"] = frame["value_a"].where(is_both)
+    frame["after"] = frame["value_b"].where(is_both)
     frame["difference"] = frame["after"] - frame["before"]
-    spreads = list(map(_spread, frame["number_a"], frame["number_b"]))
-    frame["stderr"], frame["pairs"], frame["differs"] = zip(*spreads, strict=True)
-    frame = frame.astype({"stderr": float, "pairs": float})
+    frame["differs"] = frame[is_both].apply(_what_differs, axis=1)
+    is_alike = is_both & ~frame["differs"].str.contains("data", na=False)
+    frame = frame.merge(_paired(frame[is_alike]), how="left", on=["run_id_b", *KEY[1:]])
+    is_paired = np.isclose(frame["paired"], frame["difference"])  # the means of the same questions
+    of_two = np.hypot(frame["stderr_a"], frame["stderr_b"])
+    frame["stderr"] = frame["paired_stderr"].where(is_paired, of_two)
+    frame["pairs"] = frame["num_pairs"].where(is_paired)
+    frame = frame.fillna({"differs": ""})
     frame["z"] = frame["difference"] / frame["stderr"].where(frame["stderr"] > 0)
     of_speed = (frame["task"] == "") & (frame["series"] == "") & (frame["before"] != 0)
     frame["ratio"] = (frame["after"] / frame["before"]).where(of_speed)
@@ -82,88 +83,64 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     return order[[*KEYS, "_merge", *VALUES, "moved"]].reset_index(drop=True)
 
 
-class _Number(NamedTuple):
-    metric: str
-    value: float
-    stderr: float | None
-    row: TableRow
-    record: Record
-
-    @property
-    def measured(self) -> Measured:
-        """With its samples; of a chunk of a text, or where the run keeps none, without any."""
-        if "task" not in self.row or columns.is_part(self.row):
-            return Measured(self.value, [])
-        return Measured(self.value, samples_of(self.record, self.row["task"]))
-
-
 def _read(source: Path) -> pd.DataFrame:
-    """Every number of a folder's or an archive's finished runs: `KEYS`, its value, and all that is
-    known of it; of several runs the newest. Raises UserError where there is none."""
-    import pandas as pd
-
-    found = []
+    """Every number of a folder's or an archive's finished runs: `KEYS`, value, stderr, run_id,
+    record; of several runs the newest. Raises UserError where there is none."""
     with opened(source) as folder:
-        pairs = with_rows(read_all(folder), weights=False)
-        for record, rows in sorted(pairs, key=lambda pair: pair[0]["started"]):
-            for row in rows:
-                names = {name: "" if row.get(name) is None else row[name] for name in NAMES}
-                for metric, value, stderr in _metrics(row):
-                    if isinstance(value, int | float):
-                        number = _Number(metric, value, stderr, row, record)
-                        of_number = {"metric": metric, "value": value, "number": number}
-                        found.append(names | of_number)
-    if not found:
+        records = sorted(current(read_all(folder)), key=lambda record: record["started"])
+    if not records:
         none = "no finished run in it, and tables alone do not say what was run"
         raise UserError(f"{source}: {none}")
-    return pd.DataFrame(found, dtype=object).drop_duplicates(KEYS, keep="last")
+    of_runs = pd.Series({record["run_id"]: record for record in records}, dtype=object)
+    numbers = []
+    for shape, frame in frames_of(records, weights=False).items():
+        frame = frame.assign(record=frame["run_id"].map(of_runs))
+        about = [name for name in [*NAMES, "run_id", "record"] if name in frame]
+        if "metric" in frame:
+            numbers.append(frame[[*about, "metric", "value", "stderr"]])
+        others = [name for name in SPEED if name in frame and "metric" not in frame]
+        if shape == "accuracy":
+            frame, others = frame[~columns.are_parts(frame)], SHARES
+        numbers.append(frame[[*about, *others]].melt(about, var_name="metric"))
+    found = pd.concat(numbers, ignore_index=True).dropna(subset="value")
+    found[NAMES] = found[NAMES].astype(object).where(found[NAMES].notna(), "")
+    return found.drop_duplicates(KEYS, keep="last")
 
 
-def _metrics(row: TableRow) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value and standard error of the numbers of a table row.
-
-    Each column of a timed run, else the value and, of a whole task or text, the shares.
-    """
-    names: Iterable[str] = ()
-    if "metric" not in row:
-        names = SPEED
-    else:
-        yield row["metric"], row["value"], row.get("stderr")
-        if "task" in row and not columns.is_part(row):
-            names = SHARES
-    for name in names:
-        yield name, row.get(name), None
+def _paired(numbers: pd.DataFrame) -> pd.DataFrame:
+    """The paired difference, its standard error and the number of pairs, by run_id_b, task and
+    metric, where the runs answered the same questions, or read the same windows or prompts."""
+    before, after = (_samples(numbers, side) for side in ("a", "b"))
+    runs = numbers[["run_id_a", "run_id_b"]].drop_duplicates()
+    same = ["run_id_a", *KEY[1:], "question"]
+    before = before[[*same, "value"]].rename(columns={"value": "full"})
+    pairs = after.drop(columns="full").merge(runs, on="run_id_b").merge(before, how="left", on=same)
+    found = differences_of(pairs.rename(columns={"run_id_b": "run_id"}))
+    found = found.rename(columns={"run_id": "run_id_b", "difference": "paired"})
+    found = found.rename(columns={"difference_stderr": "paired_stderr"})
+    return found[["run_id_b", *KEY[1:], "paired", "paired_stderr", "num_pairs"]]
 
 
-def _spread(before: Any, after: Any) -> tuple[float | None, int | None, str]:
-    """Of a number of both: the standard error of the difference, the number of pairs if it is of
-    pairs, and what differs between the two runs."""
-    if not isinstance(before, _Number) or not isinstance(after, _Number):
-        return None, None, ""
-    differs = _what_differs(before.record, after.record)
-    words = " ".join(differs)
-    found = None
-    if "data" not in differs:
-        found = paired(after.measured, before.measured, after.metric)
-    if found:
-        return found.stderr, found.num_pairs, words
-    if before.stderr is None or after.stderr is None:
-        return None, None, words
-    return math.hypot(before.stderr, after.stderr), None, words
+def _samples(numbers: pd.DataFrame, side: str) -> pd.DataFrame:
+    scored = numbers[numbers["task"] != ""].drop_duplicates(f"run_id_{side}")
+    return samples_of(scored[f"record_{side}"]).rename(columns={"run_id": f"run_id_{side}"})
 
 
-def _what_differs(one: Record, two: Record) -> list[str]:
+def _what_differs(number: pd.Series) -> str:
     """In words, what differs between two runs: code, weights, calibration, data, precision,
     environment."""
+    one, two = number["record_a"], number["record_b"]
+    first, second = one["inputs"], two["inputs"]
     words = []
-    for name, digest in one["inputs"].items():
-        if two["inputs"].get(name, digest) != digest:
-            words.append("code" if name.startswith(CODE) else INPUTS.get(name, "data"))
+    for name in first:
+        is_code = name.startswith(CODE)
+        if first[name] != second.get(name, None if is_code else first[name]):
+            words.append("code" if is_code else INPUTS.get(name, "data"))
     if one["config"]["model"].get("dtype") != two["config"]["model"].get("dtype"):
         words.append("precision")
-    if columns.picked(one["environment"], MACHINE) != columns.picked(two["environment"], MACHINE):
+    if any(one["environment"].get(name) != two["environment"].get(name) for name in MACHINE):
         words.append("environment")
-    return list(dict.fromkeys(words))
+    return " ".join(dict.fromkeys(words))
 
 
 # For a terminal
@@ -172,7 +149,7 @@ def _what_differs(one: Record, two: Record) -> list[str]:
 def text_of(frame: pd.DataFrame) -> str:
     """The numbers that moved, the largest change first, and what one of the two has alone."""
     both = frame[frame["_merge"] == "both"]
-    moved = both[both["moved"].astype(bool)]
+    moved = both[both["moved"]]
     lines = [f"{len(both)} numbers in both: {len(both) - len(moved)} equal, {len(moved)} moved"]
     for name, side in (("A", "left_only"), ("B", "right_only")):
         alone = frame[frame["_merge"] == side]
@@ -196,6 +173,7 @@ def _cell(value: Any) -> str:
 
 
 def _runs(frame: pd.DataFrame) -> str:
+    """The first few runs that the numbers are of, in words."""
     runs = frame[["experiment", "label", "model", "settings"]].drop_duplicates()
     named = []
     for run in runs.head(MAX_NAMED).to_dict("records"):
@@ -212,17 +190,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m harness.results.compare", description="What moved from A to B."
     )
-    parser.add_argument("before", metavar="A", help="a results folder or an archive")
-    parser.add_argument("after", metavar="B", help="another")
+    parser.add_argument("before", metavar="A", type=Path, help="a results folder or an archive")
+    parser.add_argument("after", metavar="B", type=Path, help="another")
     args = parser.parse_args(argv)
-
-    def command() -> None:
-        for name, place in (("A", args.before), ("B", args.after)):
-            if not place:
-                raise UserError(f"{name}=: name a results folder or an archive")
-        print(text_of(compare(Path(args.before), Path(args.after))))
-
-    return exit_code(command)
+    return exit_code(lambda: print(text_of(compare(args.before, args.after))))
 
 
 if __name__ == "__main__":

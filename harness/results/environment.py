@@ -1,5 +1,6 @@
 """The machine, packages and commit of a run, for its record. Imports no torch itself."""
 
+import csv
 import os
 import platform
 import subprocess
@@ -48,16 +49,13 @@ def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
         if device.startswith("cuda"):
             names.append(torch.cuda.get_device_name(device))
             gpus.append(gpu_facts(str(torch.cuda.get_device_properties(device).uuid)))
-    num_cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = len(os.sched_getaffinity(0))
     # Runs write results, which are no change of the code.
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": processor(),
-        "num_cores": num_cores,
+        "num_cores": num_cores(),
         "num_threads": num_threads,
         "memory_bytes": total_memory(),
         "device": ", ".join(devices) or None,
@@ -75,19 +73,24 @@ def gpu_facts(uuid: str) -> dict[str, Any]:
     facts: dict[str, Any] = dict.fromkeys(OF_A_GPU.values())
     fields = ",".join(("uuid", *OF_A_GPU))
     told = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
-    lines = (told or "").splitlines()
-    for line in lines:
-        of_gpu, *values = [value.strip() for value in line.split(",")]
+    gpus = list(csv.reader((told or "").splitlines(), skipinitialspace=True))
+    for of_gpu, *values in gpus:
         # A part of a GPU (MIG) has an id of its own.
-        is_it = of_gpu.removeprefix("GPU-") == uuid or len(lines) == 1
-        if not is_it or len(values) != len(OF_A_GPU):
-            continue
-        for name, value in zip(OF_A_GPU.values(), values, strict=True):
-            if name == "driver":
-                facts[name] = value
-            elif value.isdecimal():
-                facts[name] = int(value)
+        if of_gpu.removeprefix("GPU-") == uuid or len(gpus) == 1:
+            facts = dict(zip(facts, map(_number, values), strict=True))
+            facts["driver"] = values[0]
     return facts
+
+
+def _number(told: str) -> int | None:
+    return int(told) if told.isdecimal() else None
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # only Linux has it
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def processor() -> str | None:

@@ -1,24 +1,23 @@
 """The sha256 of every input of a run, code included: a change makes another run.
 
 They are taken before a model loads. Files of the Hugging Face hub are identified by their revision.
-Missing ones are downloaded first. The code is that of the method and of the harness. It is read,
-not imported; comments, docstrings, layout and Python's version do not count.
+Missing ones are downloaded first. The code is the text of the source files that can change a
+number: a changed comment makes another run as well.
 """
 
 from __future__ import annotations
 
-import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
-from importlib.util import resolve_name
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.data import aime, rows, ruler
 from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
 from harness.errors import UserError, reason
-from harness.files import file_sha256, files_sha256, text_sha256
+from harness.files import content_sha256, file_sha256, files_sha256, text_sha256
 from harness.model import source
 from harness.settings.config import (
     CalibrationConfig,
@@ -36,9 +35,11 @@ if TYPE_CHECKING:
 
 CODE = "code:"
 """Prefix of the inputs that are code."""
-CORE = ("data", "decode", "model", "replay", "settings")
-"""Folders of `harness` that all kinds of run share."""
+IMPORTS, WORDS = re.compile(r"^\s*(?:from|import) (.*)", re.MULTILINE), re.compile(r"\w+")
+"""The rest of a line of Python that imports, and the names in it."""
 METHODS = "methods"
+CORE = (METHODS, *(f"harness/{name}" for name in ("data", "decode", "model", "replay", "settings")))
+"""Folders of code that all kinds of run share."""
 
 
 def common(config: RunConfig, *, weights: bool) -> dict[str, str]:
@@ -49,10 +50,7 @@ def common(config: RunConfig, *, weights: bool) -> dict[str, str]:
     Raises:
         UserError: a file or folder is missing or cannot be read, or a model cannot be fetched.
     """
-    found = code(type(config.method).__module__, find(config.kind).code)
-    if config.own_codec is not None:
-        found[f"{CODE}codec"] = _digest(_module_files(type(config.own_codec).__module__))
-    found |= model(config.model, weights=weights)
+    found = {f"{CODE}sources": _code(config)} | model(config.model, weights=weights)
     from methods.extras import ReadsFile  # loads torch
 
     if isinstance(config.method, ReadsFile) and config.method.file is not None:
@@ -63,12 +61,6 @@ def common(config: RunConfig, *, weights: bool) -> dict[str, str]:
             why = f"its file {file} cannot be read ({reason(error)})"
             raise UserError(f"method={config.method_name}: {why}") from error
     return found
-
-
-def code_digest() -> str:
-    """sha256 of all code of the project."""
-    files = [*(PACKAGES_DIR / "harness").rglob("*.py"), *(PACKAGES_DIR / "methods").rglob("*.py")]
-    return _digest(files)
 
 
 def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:
@@ -167,131 +159,70 @@ def _leaf(leaf: Leaf, digest: str, data: DataConfig) -> str:
 # Code
 
 
-def code(method_module: str, own: Sequence[str]) -> dict[str, str]:
-    """Digests of the method's code and of the harness's.
-
-    The method's is its module with all of `methods` that it imports, the harness's is the core with
-    the codecs and `own`.
-
-    own: folders and modules of `harness` that only one kind of run uses.
-    """
-    codecs = PACKAGES_DIR / METHODS / "codecs"
-    harness = {*codecs.glob("*.py"), *codecs.glob("*.yaml")}
-    for name in (*CORE, *own):
-        path = PACKAGES_DIR / "harness" / name
-        if path.is_file():
-            harness.add(path)
-        else:
-            harness |= {*path.rglob("*.py"), *path.rglob("*.yaml")}
-    return {
-        f"{CODE}method": _digest(_module_files(method_module)),
-        f"{CODE}harness": _digest(harness),
-    }
+def _code(config: RunConfig) -> str:
+    """One digest of the project's sources for this kind of run, and of the user's own method and
+    codec."""
+    own = [f"harness/{name}" for name in find(config.kind).code]
+    files = {*_sources([*CORE, *own])}
+    for part in (config.method, config.own_codec):
+        files |= _own_sources(type(part).__module__)
+    return _digest(files)
 
 
-def _digest(files: Iterable[Path]) -> str:
-    return text_sha256(*(f"{file.name} {_read(file)[0]}" for file in sorted(files)))
+def code_digest() -> str:
+    """One digest of all code of the project."""
+    return _digest(_sources(["harness", METHODS]))
 
 
 def own_file(module: str) -> Path | None:
     """The file of a user's own method or codec; None for a shipped one, or if it is not loaded."""
-    if _is_shipped(module):
+    if module.partition(".")[0] == METHODS:
         return None
     file = getattr(sys.modules.get(module), "__file__", None)
     return Path(file) if file else None
 
 
-def _is_shipped(module: str) -> bool:
-    return module.partition(".")[0] == METHODS
+def _sources(names: Sequence[str]) -> Iterator[Path]:
+    """The Python and YAML files of folders and modules of the project."""
+    for name in names:
+        path = PACKAGES_DIR / name
+        if path.is_file():
+            yield path
+        yield from path.rglob("*.py")
+        yield from path.rglob("*.yaml")
 
 
-def _module_files(module: str) -> set[Path]:
-    """The source of a method's or codec's module and of the modules that it imports, also
-    indirectly: those of `methods`, and of a user's own those of its outermost package.
+def _own_sources(module: str) -> set[Path]:
+    """The files of a user's own module: all Python files of its outermost package; of a module
+    without one, its file and what lies beside it that it imports, also indirectly.
 
-    Nothing for a user's own that is not loaded.
+    Nothing for a module that is not a user's own.
     """
-    own = own_file(module)
-    home = None
-    if own is not None:
-        depth = module.count(".") + (1 if own.stem == "__init__" else 0)
-        home = own.parents[depth]
-    found: dict[str, Path] = {}
-    todo = [module]
+    file = own_file(module)
+    if file is None:
+        return set()
+    depth = module.count(".") + (file.stem == "__init__")
+    if depth:
+        return set(file.parents[depth - 1].rglob("*.py"))
+    found, todo = set(), {file}
     while todo:
-        name = todo.pop()
-        folder = PACKAGES_DIR if _is_shipped(name) else home
-        file = None
-        if folder is not None and name not in found:
-            file = _source_of(folder, name)
-        if file is None:
-            continue
-        found[name] = file
-        package = name if file.stem == "__init__" else name.rpartition(".")[0]
-        for imported in _read(file)[1]:
-            if package or imported[0] != ".":
-                todo.append(resolve_name(imported, package))
-    return set(found.values())
+        found |= todo
+        texts = [path.read_text(encoding="utf-8") for path in todo]
+        imported = set(WORDS.findall("\n".join(IMPORTS.findall("\n".join(texts)))))
+        beside = [path for path in file.parent.iterdir() if path.stem in imported]
+        todo = {path for path in beside if path.suffix == ".py"}
+        for folder in filter(Path.is_dir, beside):
+            todo |= {*folder.rglob("*.py")}
+        todo -= found
+    return found
 
 
-def _source_of(folder: Path, module: str) -> Path | None:
-    path = folder.joinpath(*module.split("."))
-    for file in (path.with_suffix(".py"), path / "__init__.py"):
-        if file.is_file():
-            return file
-    return None
-
-
-def _read(file: Path) -> tuple[str, list[str]]:
-    """Digest of the content, and names of the imported modules.
-
-    What is taken from a module counts as one, since it may be.
-    """
-    stat = file.stat()
-    return _read_version(file, stat.st_mtime_ns, stat.st_size)
+def _digest(files: Iterable[Path]) -> str:
+    return text_sha256(*sorted(map(source_line, files)))
 
 
 @cache
-def _read_version(file: Path, mtime_ns: int, size: int) -> tuple[str, list[str]]:
-    text = file.read_text(encoding="utf-8")
-    if file.suffix != ".py":
-        return text_sha256(text), []
-    tree = ast.parse(text)
-    return text_sha256(_written(tree)), list(_imports(tree))
-
-
-def _written(node: Any) -> str:
-    """A tree without docstrings and without empty fields, as text.
-
-    How many fields are empty depends on the version of Python.
-    """
-    if isinstance(node, list):
-        return f"[{', '.join(_written(item) for item in node if not _is_docstring(item))}]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = []
-    for name in node._fields:
-        value = getattr(node, name, None)
-        if value not in (None, []):
-            fields.append(f"({name!r}, {_written(value)})")
-    return f"({type(node).__name__!r}, [{', '.join(fields)}])"
-
-
-def _is_docstring(node: Any) -> bool:
-    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
-        return False
-    return isinstance(node.value.value, str)
-
-
-def _imports(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name
-        elif isinstance(node, ast.ImportFrom):
-            origin = "." * node.level
-            if node.module:
-                yield origin + node.module
-                origin += f"{node.module}."
-            for alias in node.names:
-                yield origin + alias.name
+def source_line(file: Path) -> str:
+    """A source file's name and sha256, as it was when this process first asked: a process goes on
+    with the code that it has loaded."""
+    return f"{file.name} {content_sha256(file)}"

@@ -17,26 +17,22 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 class Unit(NamedTuple):
-    """A unit of headings, and the range of its numbers as tables hold them.
+    """A unit of headings.
 
     name: within brackets behind a heading; "" for none. factor: from a table's number to this unit.
     """
 
     name: str = ""
     factor: float = 1
-    least: float = -math.inf
-    most: float = math.inf
 
 
-PERCENT, SHARE, CACHE = Unit("%", 100), Unit("%", 100, 0, 1), Unit("%", 100, 0)
-"""Of any number; of a share; of the full cache, of which a codec of more than 16 bits is more."""
-POINTS, DIFFERENCE = Unit("points", 100), Unit("points", 100, -1, 1)
-"""Of any difference; of two shares."""
-NATS, KL_NATS = Unit("nats"), Unit("nats", 1, 0)
-MS, GIB_PER_S = Unit("ms", 1e3, 0), Unit("GiB/s", 1 / GIB, 0)
-IN_GIB, IN_MIB, IN_KIB = Unit("GiB", 1 / GIB, 0), Unit("MiB", 1 / MIB, 0), Unit("KiB", 1 / KIB, 0)
-NUMBER, POSITIVE, TOKENS = Unit(), Unit("", 1, 0), Unit("tokens", 1, 0)
-PROBABILITY = Unit("", 1, 0, 1)
+PERCENT, POINTS = Unit("%", 100), Unit("points", 100)
+"""Shares, and differences of shares."""
+NATS, TOKENS, MS, GIB_PER_S = Unit("nats"), Unit("tokens"), Unit("ms", 1e3), Unit("GiB/s", 1 / GIB)
+IN_GIB, IN_MIB, IN_KIB = Unit("GiB", 1 / GIB), Unit("MiB", 1 / MIB), Unit("KiB", 1 / KIB)
+NUMBER, POSITIVE = Unit(), Unit()
+"""Plain numbers; perplexities, which are of any size."""
+SHARE = CACHE = PERCENT
 
 
 class Metric(NamedTuple):
@@ -65,34 +61,30 @@ class Metric(NamedTuple):
 
     def show(self, value: float | None, stderr: float | None = None) -> str:
         """The number in the heading's unit, never as -0, and its standard error if given."""
-        if value is None:
+        if value is None or math.isnan(value):
             return MISSING
-        spread = "" if stderr is None else f" ± {self.factor * stderr:.{self.digits}f}"
-        return f"{self.factor * value:z.{self.digits}f}{spread}"
-
-    def part(self, name: str, words: str, *, least: float = -math.inf) -> "Metric":
-        """A column `<metric>_<name>` beside it, in the same unit. least: its smallest value."""
-        unit = Unit("", self.factor, least)
-        return Metric(f"{self.name}_{name}", f"{self.words}, {words}", unit, self.digits)
+        text = f"{self.factor * value:z.{self.digits}f}"
+        if stderr is None or math.isnan(stderr):
+            return text
+        return f"{text} ± {self.factor * stderr:.{self.digits}f}"
 
 
 # Read, kept and moved: `harness/model/budgets.py`
 
-BUDGET = Metric("budget", "budget", CACHE, 1, logarithmic=True)
+BUDGET = Metric("budget", "budget", PERCENT, 1, logarithmic=True)
 """Share of the full cache that a decode step reads. Under offloading it crosses the link."""
-UNMET_BUDGET = Metric("unmet_budget", "budget asked for", SHARE, 1)
+UNMET_BUDGET = Metric("unmet_budget", "budget asked for", PERCENT, 1)
 """The budget that was asked for, where the run's own differs from it by more than a tenth."""
-BUDGET_ARTIFACT = Metric("budget_artifact", "budget as the artifact counts it", CACHE, 1)
-DEVICE_FRAC = Metric("device_frac", "read on device", CACHE, 1)
-RESIDENT_FRAC = Metric("resident_frac", "resident", CACHE, 1)
-TOKENS_EVICTED = Metric("tokens_evicted", "tokens evicted", POSITIVE, 1)
+DEVICE_FRAC = Metric("device_frac", "read on device", PERCENT, 1)
+RESIDENT_FRAC = Metric("resident_frac", "resident", PERCENT, 1)
+TOKENS_EVICTED = Metric("tokens_evicted", "tokens evicted", NUMBER, 1)
 """Cached tokens that a KV head no longer holds at a decode row, of a method that evicts. 0: its
 budget never bites."""
 OF_SOME_RUNS = (
     TOKENS_EVICTED,
     Metric("link_frac", "over the link", PERCENT, 1),
-    Metric("hit_frac", "found on device", SHARE, 1),
-    Metric("window_frac", "whole cache in local windows", SHARE, 1),
+    Metric("hit_frac", "found on device", PERCENT, 1),
+    Metric("window_frac", "whole cache in local windows", PERCENT, 1),
     Metric("recurrent_bytes", "recurrent state", IN_MIB, 2),
     Metric("latent_bytes", "latent per token", IN_KIB, 2),
 )
@@ -101,13 +93,12 @@ models have local layers, recurrent layers or latents."""
 
 # Scores of texts and tasks: `harness/scoring`, by the name in a table's column `metric`
 
-KL = Metric("kl_nats", "KL", KL_NATS, 4, logarithmic=True)
-TOP1 = Metric("top1_agreement", "top-1 agreement", SHARE, 1)
-ATTENTION_ERROR = Metric("attention_error", "attention error", CACHE, 1, logarithmic=True)
-ATTENTION_ERROR_P95 = Metric("attention_error_p95", "attention error, p95", CACHE, 1)
+KL = Metric("kl_nats", "KL", NATS, 4, logarithmic=True)
+ATTENTION_ERROR = Metric("attention_error", "attention error", PERCENT, 1, logarithmic=True)
+ATTENTION_ERROR_P95 = Metric("attention_error_p95", "attention error, p95", PERCENT, 1)
 SCORES = (
-    Metric("acc", "acc", SHARE, 1),
-    Metric("acc_norm", "acc_norm", SHARE, 1),
+    Metric("acc", "acc", PERCENT, 1),
+    Metric("acc_norm", "acc_norm", PERCENT, 1),
     Metric("exact_match", "exact_match", PERCENT, 1),
     Metric("known_budget", "budget where the question is known", PERCENT, 1),
     Metric("generated_tokens", "generated", TOKENS, 1),
@@ -115,7 +106,7 @@ SCORES = (
     Metric("perplexity", "perplexity", POSITIVE, 3),
     Metric("perplexity_full", "full cache's perplexity", POSITIVE, 3),
     KL,
-    TOP1,
+    Metric("top1_agreement", "top-1 agreement", PERCENT, 1),
     Metric("attention_recall", "attention recall", PERCENT, 1),
     ATTENTION_ERROR,
     ATTENTION_ERROR_P95,
@@ -195,145 +186,124 @@ SEGMENTS = (
     Metric("other_s", "other", MS, 3),
 )
 """Seconds of one block in one decode step (Fig 18); transfer is the time that no compute hides."""
-DECODE_RATE = Metric("decode_tokens_per_s", "decode tokens/s", POSITIVE, 2)
-SEQUENCE_RATE = Metric("sequence_tokens_per_s", "tokens/s of a sequence", POSITIVE, 2)
+DECODE_RATE = Metric("decode_tokens_per_s", "decode tokens/s", NUMBER, 2)
 TPOT = Metric("tpot_p50_s", "TPOT p50", MS, 2)
-OF_SPREAD = (
-    Metric("tpot_p99_s", "TPOT p99", MS, 2),
-    Metric("tpot_std_s", "TPOT std", MS, 2),
-    Metric("ttft_spread_s", "TTFT std over repeats", MS, 1),
-    Metric("tpot_spread_s", "TPOT std over repeats", MS, 2),
-)
-HOST_KV_BYTES = Metric("host_kv_bytes", "KV in host memory", IN_MIB, 1)
-DEVICE_KV_BYTES = Metric("device_kv_bytes", "KV on device", IN_MIB, 1)
-OF_LINK = (
-    Metric("link_utilisation", "link busy", SHARE, 1),
-    Metric("hit_rate", "hit rate", SHARE, 1),
-)
 OF_DISK = (
     Metric("disk_read_bytes", "read from disk", IN_GIB, 3),
-    Metric("read_amplification", "bytes read / bytes of rows", POSITIVE, 2),
+    Metric("read_amplification", "bytes read / bytes of rows", NUMBER, 2),
     Metric("disk_kv_bytes", "KV on disk", IN_MIB, 1),
 )
-LINK_BYTES_PER_S = Metric("link_bytes_per_s", "link", GIB_PER_S, 2)
 SERVING = (
     Metric("ttft_s", "TTFT", MS, 1),
     Metric("decode_s", "decode", MS, 1),
     Metric("total_s", "total", MS, 1),
-    Metric("tokens_per_s", "tokens/s", POSITIVE, 2),
+    Metric("tokens_per_s", "tokens/s", NUMBER, 2),
     DECODE_RATE,
-    SEQUENCE_RATE,
+    Metric("sequence_tokens_per_s", "tokens/s of a sequence", NUMBER, 2),
     TPOT,
     Metric("tpot_p95_s", "TPOT p95", MS, 2),
-    *OF_SPREAD,
+    Metric("tpot_p99_s", "TPOT p99", MS, 2),
+    Metric("tpot_std_s", "TPOT std", MS, 2),
+    Metric("ttft_spread_s", "TTFT std over repeats", MS, 1),
+    Metric("tpot_spread_s", "TPOT std over repeats", MS, 2),
     Metric("h2d_bytes", "to device", IN_GIB, 3),
     Metric("d2h_bytes", "to host", IN_GIB, 3),
     *OF_DISK,
     Metric("weights_on_device", "weights on the device", PERCENT, 1),
     Metric("weight_bytes", "weights to device", IN_GIB, 3),
     Metric("device_read_bytes", "read on device", IN_GIB, 3),
-    HOST_KV_BYTES,
-    DEVICE_KV_BYTES,
-    *OF_LINK,
+    Metric("host_kv_bytes", "KV in host memory", IN_MIB, 1),
+    Metric("device_kv_bytes", "KV on device", IN_MIB, 1),
+    Metric("link_utilisation", "link busy", PERCENT, 1),
+    Metric("hit_rate", "hit rate", PERCENT, 1),
     Metric("exposed_transfer_s", "exposed transfer", MS, 1),
-    LINK_BYTES_PER_S,
+    Metric("link_bytes_per_s", "link", GIB_PER_S, 2),
     Metric("peak_device_bytes", "device peak", IN_GIB, 3),
 )
 """`harness.results.step_stats` and `harness.speed.timed_run` define them."""
-NEWER_OF_SERVING = (DECODE_RATE, SEQUENCE_RATE, *OF_SPREAD, HOST_KV_BYTES, *OF_LINK, *OF_DISK)
-"""What a latency table that was made earlier lacks."""
 
 # The board: `harness/results/board.py`
 
-ASKED_BUDGET = Metric("asked_budget", "asked budget", SHARE, 0)
-NUM_CONTEXTS = Metric("num_contexts", "contexts", POSITIVE, 0)
+ASKED_BUDGET = Metric("asked_budget", "asked budget", PERCENT, 0)
+NUM_CONTEXTS = Metric("num_contexts", "contexts", NUMBER, 0)
 """Windows, prompts, or contexts of questions, whose errors are independent: one more than the
 degrees of freedom of the standard errors."""
 STEP = Metric("step_s", "decode step", MS, 1, logarithmic=True)
-RATIO = Metric("ratio", "KL / oracle's", POSITIVE, 2)
-ANSWERS = Metric("answers", "right answers", SHARE, 1)
-ANSWERS_DIFFERENCE = Metric("answers_difference", "answers minus full cache", DIFFERENCE, 1)
+RATIO = Metric("ratio", "KL / oracle's", NUMBER, 2)
+ANSWERS = Metric("answers", "right answers", PERCENT, 1)
+ANSWERS_DIFFERENCE = Metric("answers_difference", "answers minus full cache", POINTS, 1)
 
 # Columns that say what a number is of, and what belongs to it
 
 LABEL, SETTINGS = Metric("label", "label"), Metric("settings", "settings")
 LAYER = Metric("layer", "layer", NUMBER, 0, phrase="layer {:.0f}")
-NUM_SAMPLES = Metric("num_samples", "samples", POSITIVE, 0, phrase="n = {:,.0f}")
-NUM_FEWSHOT = Metric("num_fewshot", "shots", POSITIVE, 0, phrase="{:.0f}-shot")
+NUM_SAMPLES = Metric("num_samples", "samples", NUMBER, 0, phrase="n = {:,.0f}")
+NUM_FEWSHOT = Metric("num_fewshot", "shots", NUMBER, 0, phrase="{:.0f}-shot")
 SEQ_LEN = Metric("seq_len", "length", TOKENS, 0, phrase="{:,.0f} tokens")
-VALUE = Metric("value", "value", NUMBER, 3)
-DENSE_LAYERS = Metric("dense_layers", "dense layers", POSITIVE, 0)
-DENSE_NUMBERS = Metric("dense_numbers", "dense layers")
-"""Of several models."""
+DENSE_LAYERS = Metric("dense_layers", "dense layers", NUMBER, 0)
 APART = Metric("apart", "why it is not compared")
 CLAIM = Metric("claim", "claim")
-OTHERS = (
-    LABEL, SETTINGS, LAYER, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, VALUE,
-    DENSE_LAYERS, DENSE_NUMBERS, APART, CLAIM,
+_COLUMNS = (
+    LABEL, SETTINGS, LAYER, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, DENSE_LAYERS, APART, CLAIM,
+    BUDGET, UNMET_BUDGET, DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, KL, *SEGMENTS, *SERVING,
+    ASKED_BUDGET, NUM_CONTEXTS, STEP, RATIO, ANSWERS, ANSWERS_DIFFERENCE,
     *map(Metric, (
         "experiment", "model", "method", "codec", "platform", "shipped", "task", "text", "series",
-        "wall", "step_source", "answers_note", "closer", "over", "measure", "verdict",
+        "wall", "step_source", "answers_note", "closer", "over",
     )),
+    Metric("budget_artifact", "budget as the artifact counts it", PERCENT, 1),
+    Metric("value", "value", NUMBER, 3),
+    Metric("dense_numbers", "dense layers"),  # of several models
     Metric("source", phrase="source: {}"),
     Metric("run_id", phrase="run {}"),
     Metric("metric", phrase=""),
     Metric("x_name", phrase=""),
     Metric("x", "x", NUMBER, 3),
-    Metric("stderr", "standard error", POSITIVE, 3),
+    Metric("stderr", "standard error", NUMBER, 3),
     Metric("difference", "minus full cache", NUMBER, 3),
-    Metric("difference_stderr", "standard error of the difference", POSITIVE, 3),
-    Metric("gained", "right, full cache wrong", POSITIVE, 0),
-    Metric("lost", "wrong, full cache right", POSITIVE, 0),
-    Metric("detectable", "smallest detectable difference", POSITIVE, 3),
-    Metric("repeats_stderr", "standard error over repeats", POSITIVE, 3),
-    Metric("batch_size", "batch", POSITIVE, 0, phrase="batch {:.0f}"),
-    Metric("prompt_len", "prompt", POSITIVE, 0, phrase="prompt {:,.0f}"),
-    Metric("gen_len", "generated", POSITIVE, 0, phrase="{:,.0f} generated"),
-    Metric("context", "context", POSITIVE, 0, phrase="{:,.0f} tokens each"),
+    Metric("difference_stderr", "standard error of the difference", NUMBER, 3),
+    Metric("gained", "right, full cache wrong", NUMBER, 0),
+    Metric("lost", "wrong, full cache right", NUMBER, 0),
+    Metric("detectable", "smallest detectable difference", NUMBER, 3),
+    Metric("repeats_stderr", "standard error over repeats", NUMBER, 3),
+    Metric("batch_size", "batch", NUMBER, 0, phrase="batch {:.0f}"),
+    Metric("prompt_len", "prompt", NUMBER, 0, phrase="prompt {:,.0f}"),
+    Metric("gen_len", "generated", NUMBER, 0, phrase="{:,.0f} generated"),
+    Metric("context", "context", NUMBER, 0, phrase="{:,.0f} tokens each"),
     Metric("memory_bytes", "device memory", IN_GIB, 2, phrase=""),
-    Metric("largest_batch", "sequences that fit", POSITIVE, 0),
-    Metric("kv_tokens", "KV tokens", POSITIVE, 0),
-    Metric("num_timed_steps", "timed steps", POSITIVE, 0),
-    Metric("equal_batch", "equal batch", POSITIVE, 0),
-    Metric("equal_tokens_per_s", "tokens/s at the equal batch", POSITIVE, 2),
+    Metric("largest_batch", "sequences that fit", NUMBER, 0),
+    Metric("kv_tokens", "KV tokens", NUMBER, 0),
+    Metric("num_timed_steps", "timed steps", NUMBER, 0),
+    Metric("equal_batch", "equal batch", NUMBER, 0),
+    Metric("equal_tokens_per_s", "tokens/s at the equal batch", NUMBER, 2),
     Metric("model_bytes", "weights", IN_GIB, 3),
     Metric("row_bytes", "rows on device", IN_MIB, 1),
     Metric("buffer_bytes", "buffers", IN_MIB, 1),
     Metric("state_bytes", "state", IN_MIB, 1),
     Metric("workspace_bytes", "activations", IN_MIB, 1),
     Metric("family", "family"),
-    Metric("window", "window", POSITIVE, 0),
-    Metric("place", "place in the text", SHARE, 1),
-    Metric("context_id", "context", POSITIVE, 0),
-    Metric("right", "right answers", POSITIVE, 1),
-    Metric("asked", "questions", Unit(least=1), 0),
+    Metric("window", "window", NUMBER, 0),
+    Metric("place", "place in the text", PERCENT, 1),
+    Metric("context_id", "context", NUMBER, 0),
+    Metric("right", "right answers", NUMBER, 1),
+    Metric("asked", "questions", NUMBER, 0),
     Metric("compute_s", "compute", MS, 1),
     Metric("link_bytes", "link per step", IN_MIB, 2),
     Metric("late_bytes", "of which not hidden", IN_MIB, 2),
-    Metric("rank", "rank", POSITIVE, 0),
-    Metric("num_compared", "methods compared", POSITIVE, 0),
-    Metric("num_questions", "questions", POSITIVE, 0),
-    Metric("num_models", "models", POSITIVE, 0),
-    Metric("num_windows", "windows", POSITIVE, 0),
-    Metric("num_places", "places", POSITIVE, 0),
-    Metric("degrees", "degrees of freedom", POSITIVE, 0),
+    Metric("rank", "rank", NUMBER, 0),
+    Metric("num_compared", "methods compared", NUMBER, 0),
+    Metric("num_questions", "questions", NUMBER, 0),
+    Metric("num_models", "models", NUMBER, 0),
+    Metric("num_windows", "windows", NUMBER, 0),
+    Metric("num_places", "places", NUMBER, 0),
+    Metric("degrees", "degrees of freedom", NUMBER, 0),
     Metric("step_on", "step timed on"),
     Metric("front", "not beaten in"),
     Metric("other", "other method"),
-    Metric("p", "p", PROBABILITY, 4),
-    Metric("p_holm", "p after Holm's correction", PROBABILITY, 4),
-    Metric("domain", "domain"),
-    Metric("versus", "ratio to the oracle, or minus the full cache", NUMBER, 3),
-    Metric("count", "windows or questions", POSITIVE, 0),
-    Metric("bound", "bound", NUMBER, 3),
+    Metric("p", "p", NUMBER, 4),
+    Metric("p_holm", "p after Holm's correction", NUMBER, 4),
+    Metric("count", "windows or questions", NUMBER, 0),
 )  # fmt: skip
 """`harness/results/columns.py` says what those of a table mean there."""
-COLUMNS = {
-    column.name: column
-    for column in (
-        *OTHERS, BUDGET, UNMET_BUDGET, BUDGET_ARTIFACT, DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS,
-        KL, *SEGMENTS, *SERVING, ASKED_BUDGET, NUM_CONTEXTS, STEP, RATIO, ANSWERS,
-        ANSWERS_DIFFERENCE,
-    )
-}  # fmt: skip
+COLUMNS = {column.name: column for column in _COLUMNS}
 """The columns of tables by name."""

@@ -1,29 +1,29 @@
-"""A table for people: rounded texts with units and standard errors, as Markdown or in a terminal.
+"""A table for people: rounded texts with units and errors, on a page or in a terminal.
 
 Seconds become ms and bytes GiB here (`Metric.show`), and only here.
 """
 
 import math
 import re
-import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+import pandas as pd
 import yaml
 from tabulate import tabulate
 
-from harness.errors import printable, shortened
-from harness.results.columns import TableRow
+from harness.errors import printable
 from harness.results.metrics import (
     APART,
+    BUDGET,
     CLAIM,
+    DEVICE_FRAC,
     LABEL,
     MISSING,
-    NUM_CONTEXTS,
     POSITIVE,
+    RESIDENT_FRAC,
     SETTINGS,
     Metric,
     quantity,
@@ -31,26 +31,59 @@ from harness.results.metrics import (
 from harness.results.stats import critical_value
 
 T = TypeVar("T")
-WORDS = (LABEL.heading, SETTINGS.heading, CLAIM.heading, APART.heading)
+METHOD = "method"
+WORDS = (METHOD, LABEL.heading, SETTINGS.heading, CLAIM.heading, APART.heading)
 """Headings of columns of words, aligned left. All other columns are numbers."""
-HEADING_LETTERS, MAX_WIDTH, GAP = 13, 160, 2
-HEADING_PADDING = 2  # what tabulate adds to a heading
-WORD_LETTERS = 44
-"""Longest text of a line in a terminal."""
 MARKUP = re.compile(
     r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)"
     r"|\](?=[(\[])|:(?=//)|(?<=www)\.|@(?=[\w.-]+\.)"  # links, addresses
 )
 """Characters that Markdown would interpret."""
-RIGHT_OR_WRONG = ("acc", "acc_norm", "exact_match")
-"""Metrics that are the share of questions that were answered right."""
-OF_WINDOWS = ("perplexity", "perplexity_full", "kl_nats", "top1_agreement")
-"""Metrics whose contexts are windows of a text."""
-ROUNDING = 1e-6
+MAX_ROWS, MAX_LETTERS = 20, 120
+"""Lines of a table in a terminal, and letters of a line."""
+SHARES = {"budget": BUDGET, "device": DEVICE_FRAC, "resident": RESIDENT_FRAC}
+"""The shares of a table in a terminal, by their headings there."""
+SPARED = "resident"
+"""The column that a wide table leaves out first."""
 OWN = "*"
 """Mark of one's own runs in a table that also has shipped rows."""
 OWN_NOTE = f"{OWN} One's own run; the other rows are shipped with the project."
 NOTES = yaml.safe_load(Path(__file__).with_name("notes.yaml").read_text(encoding="utf-8"))
+
+
+class Sheet(NamedTuple):
+    """One table: a title, the cells as texts under their headings, and notes below the table."""
+
+    title: str
+    table: pd.DataFrame
+    notes: Sequence[str] = ()
+
+
+def sheet_of(title: str, items: Iterable[T], shown: Mapping[str, Callable[[T], str]]) -> Sheet:
+    """A sheet with a line for each item. shown: what a line has under each heading."""
+    lines = [[show(item) for show in shown.values()] for item in items]
+    return Sheet(title, pd.DataFrame(lines, columns=list(shown)))
+
+
+def texts_of(frame: pd.DataFrame, columns: Iterable[Metric]) -> pd.DataFrame:
+    """The columns of a frame as texts under their headings."""
+    texts = {}
+    for column in columns:
+        values = frame[column.name]
+        if column.digits is None:
+            texts[column.heading] = values.replace("", MISSING)
+        else:
+            texts[column.heading] = values.map(column.show)
+    return pd.DataFrame(texts)
+
+
+def mark_own(frame: pd.DataFrame, name: str) -> tuple[pd.DataFrame, list[str]]:
+    """The frame with one's own runs marked in the column `name` where other rows are shipped, and a
+    note on it."""
+    if "shipped" not in frame or frame["shipped"].eq("").nunique() < 2:
+        return frame, []
+    marked = frame[name].where(frame["shipped"].ne(""), frame[name] + f" {OWN}")
+    return frame.assign(**{name: marked}), [OWN_NOTE]
 
 
 def note(name: str, **fields: object) -> str:
@@ -60,78 +93,51 @@ def note(name: str, **fields: object) -> str:
     return words.format(**shared, **fields)
 
 
-class Sheet(NamedTuple):
-    """One table: a title, the headings, the lines as text, and notes below the table."""
+# Numbers as texts
 
-    title: str
-    header: list[str]
-    lines: list[list[str]]
-    notes: Sequence[str] = ()
-
-
-Shown = dict[str, Callable[[TableRow], str]]
-"""The columns of a sheet: by heading, what shows a row there."""
-
-
-def sheet_of(
-    title: str, rows: Iterable[T], shown: Mapping[str, Callable[[T], str]], **parts: Any
-) -> Sheet:
-    """A sheet with a line for each row, or group of rows. parts: further fields of the sheet."""
-    lines = [[show(row) for show in shown.values()] for row in rows]
-    return Sheet(title, list(shown), lines, **parts)
-
-
-def shown_as_is(columns: Iterable[Metric]) -> Shown:
-    """Columns that show a row's own number or words."""
-    return {column.heading: partial(_cell, column) for column in columns}
-
-
-def _cell(column: Metric, row: TableRow) -> str:
-    value = row.get(column.name)
-    return str(value or MISSING) if column.digits is None else column.show(value)
-
-
-def mark_own(rows: Sequence[TableRow], name: str) -> tuple[Sequence[TableRow], list[str]]:
-    """Mark one's own runs in the column `name` where other rows are shipped; with a note on it."""
-    if len({bool(row.get("shipped")) for row in rows}) < 2:
-        return rows, []
-    marked = []
-    for row in rows:
-        marked.append(row if row.get("shipped") else row | {name: f"{row[name]} {OWN}"})
-    return marked, [OWN_NOTE]
+RIGHT_OR_WRONG = ("acc", "acc_norm", "exact_match")
+"""Metrics that are the share of questions that were answered right."""
+OF_WINDOWS = ("perplexity", "perplexity_full", "kl_nats", "top1_agreement")
+"""Metrics whose contexts are windows of a text."""
+FEWEST_CONTEXTS = 3
+"""Of an interval: with two it would go 12.7 standard errors to each side."""
+COUNTED = 20
+"""Fewer questions are counted: "2 of 3"."""
+SCORE_DIGITS, ERROR_DIGITS, KL_DIGITS = 4, 2, 3
+MAX_DECIMALS = 5
+ROUNDING = 1e-6
 
 
 def show_range(column: Metric, values: Iterable[float | None], between: str = "-") -> str:
     """A value, or the smallest and the largest if they differ when rounded."""
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and not math.isnan(value)]
     if not known:
         return MISSING
     least, most = column.show(min(known)), column.show(max(known))
     return least if least == most else f"{least}{between}{most}"
 
 
-FEWEST_CONTEXTS = 3
-"""Of an interval: with two it would go 12.7 standard errors to each side."""
-COUNTED = 20
-"""Fewer questions are counted: "2 of 3"."""
-SCORE_DIGITS, ERROR_DIGITS = 4, 2
+def with_intervals(rows: pd.DataFrame) -> pd.DataFrame:
+    """Accuracy rows with the 95 % interval (Student's t) of their difference to the full cache,
+    from `low` to `high` in the unit of the heading.
+
+    With fewer than `FEWEST_CONTEXTS` contexts a row has neither it nor a standard error.
+    """
+    contexts, difference = rows["num_contexts"], rows["difference"]
+    factor = rows["metric"].map(lambda metric: quantity(metric).factor)
+    critical = [critical_value(None if math.isnan(number) else number) for number in contexts]
+    half_width = (critical * rows["difference_stderr"]).mask(contexts < FEWEST_CONTEXTS)
+    return rows.assign(
+        low=factor * (difference - half_width),
+        high=factor * (difference + half_width),
+        stderr=rows["stderr"].mask(contexts < FEWEST_CONTEXTS),
+    )
 
 
-class Interval(NamedTuple):
-    """The 95 % interval (Student's t) of a difference, in the unit of its heading."""
-
-    low: float
-    high: float
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether zero lies outside."""
-        return self.low > 0 or self.high < 0
-
-    def show(self) -> str:
-        """`-245 to +1,195`, with two digits of the end that is farther from zero."""
-        decimals = decimals_of(max(abs(self.low), abs(self.high)), ERROR_DIGITS)
-        return f"{self.low:+,.{decimals}f} to {self.high:+,.{decimals}f}"
+def show_interval(low: float, high: float) -> str:
+    """`-245 to +1,195`, with two digits of the end that is farther from zero."""
+    decimals = decimals_of(max(abs(low), abs(high)), ERROR_DIGITS)
+    return f"{low:+,.{decimals}f} to {high:+,.{decimals}f}"
 
 
 def decimals_of(value: float, digits: int) -> int:
@@ -139,31 +145,19 @@ def decimals_of(value: float, digits: int) -> int:
     return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
 
 
-def interval_of(row: TableRow) -> Interval | None:
-    """The interval of a row's difference to the full cache; None where none is known."""
-    difference, stderr = row.get("difference"), row.get("difference_stderr")
-    contexts = row.get(NUM_CONTEXTS.name)
-    if difference is None or stderr is None or (contexts or FEWEST_CONTEXTS) < FEWEST_CONTEXTS:
-        return None
-    factor, half_width = quantity(row["metric"]).factor, critical_value(contexts) * stderr
-    return Interval(factor * (difference - half_width), factor * (difference + half_width))
-
-
-def counted(row: TableRow) -> str | None:
-    """Right answers as "2 of 3", where they are few, all or none; None elsewhere.
+def counted(row: pd.Series) -> str:
+    """Right answers as "2 of 3", where they are few, all or none; "" elsewhere.
 
     A standard error says nothing of these.
     """
-    value, number = row["value"], row.get("num_samples")
-    if row["metric"].partition(",")[0] not in RIGHT_OR_WRONG or not number:
-        return None
-    right = value * number
-    if abs(right - round(right)) > ROUNDING or number >= COUNTED and 0 < right < number:
-        return None
-    return f"{right:.0f} of {number:.0f}"
+    number, right = row["num_samples"], row["num_samples"] * row["value"]
+    is_answer = row["metric"].partition(",")[0] in RIGHT_OR_WRONG
+    if not is_answer or not number > 0 or abs(right - round(right)) > ROUNDING:
+        return ""
+    return f"{right:.0f} of {number:.0f}" if number < COUNTED or right in (0, number) else ""
 
 
-def show_value(row: TableRow) -> str:
+def show_value(row: pd.Series) -> str:
     """A row's value: a perplexity of any size with four digits, right answers as `counted`."""
     shown = quantity(row["metric"])
     if shown.unit is not POSITIVE or not row["value"]:
@@ -172,33 +166,39 @@ def show_value(row: TableRow) -> str:
     return f"{row['value']:,.{decimals}f}"
 
 
-def show_score(row: TableRow) -> str:
-    """A row's value with its difference to the full cache, `487.5; +475 (95 %: -245 to +1,195)`,
-    or with its standard error where there is no difference."""
-    shown, difference = quantity(row["metric"]), row.get("difference")
-    text = show_value(row)
-    if difference is None:
-        stderr, contexts = row["stderr"], row.get(NUM_CONTEXTS.name) or FEWEST_CONTEXTS
-        if not stderr or counted(row) or contexts < FEWEST_CONTEXTS:
+def show_score(row: pd.Series) -> str:
+    """The value of a row of `with_intervals`, with its difference to the full cache,
+    `487.5; +475 (95 %: -245 to +1,195)`, or with its standard error where there is none."""
+    text, factor = show_value(row), quantity(row["metric"]).factor
+    change, stderr, contexts = row["difference"], row["difference_stderr"], row["num_contexts"]
+    if math.isnan(change):
+        if not row["stderr"] > 0 or counted(row):
             return text
         decimals = len(text.partition(".")[2])
-        return f"{text} ± {shown.factor * stderr:,.{decimals}f}"
-    stderr, contexts = row.get("difference_stderr"), row.get(NUM_CONTEXTS.name)
-    change, interval = shown.factor * difference, interval_of(row)
-    if not change and not stderr:
+        return f"{text} ± {factor * row['stderr']:,.{decimals}f}"
+    if change == 0 and not stderr > 0:
         return f"{text}; the same"
-    change_text = f"{change:+,.{decimals_of(change, ERROR_DIGITS)}f}"
+    change *= factor
+    text = f"{text}; {change:+,.{decimals_of(change, ERROR_DIGITS)}f}"
     if stderr == 0:
-        return f"{text}; {change_text} on each"
-    if interval is None:
-        part = "window" if row["metric"] in OF_WINDOWS else "context"
-        plural = "s" * (contexts != 1)
-        why = f"{contexts:.0f} {part}{plural}: no interval" if contexts else "no interval"
-        return f"{text}; {change_text} ({why})"
-    return f"{text}; {change_text} (95 %: {interval.show()})"
+        return f"{text} on each"
+    if not math.isnan(row["low"]):
+        return f"{text} (95 %: {show_interval(row['low'], row['high'])})"
+    if not contexts > 0:
+        return f"{text} (no interval)"
+    part = "window" if row["metric"] in OF_WINDOWS else "context"
+    parts = part if contexts == 1 else f"{part}s"
+    return f"{text} ({contexts:.0f} {parts}: no interval)"
 
 
-# Text
+def show_kl(value: float, stderr: float = math.nan) -> str:
+    """A KL in nats with three digits, and its standard error if known."""
+    decimals = min(MAX_DECIMALS, decimals_of(value, KL_DIGITS))
+    text = f"{value:z.{decimals}f}"
+    return f"{text} ± {stderr:.{decimals}f}" if value and not math.isnan(stderr) else text
+
+
+# A page
 
 
 def markdown(title: str, words: str, sheets: Iterable[Sheet]) -> str:
@@ -210,10 +210,9 @@ def markdown(title: str, words: str, sheets: Iterable[Sheet]) -> str:
 
 
 def pipes(sheet: Sheet) -> str:
-    """The headings and lines of a sheet, as a table of Markdown."""
-    lines = [list(map(_escaped, line)) for line in sheet.lines]
-    header = list(map(_escaped, sheet.header))
-    sides = _sides(sheet.header)
+    """The cells of a sheet, as a table of Markdown."""
+    header, *lines = _cells(sheet.table, _escaped)
+    sides = _sides(sheet.table)
     return tabulate(lines, header, "pipe", colalign=sides, disable_numparse=True)
 
 
@@ -221,46 +220,71 @@ def _escaped(text: str) -> str:
     return MARKUP.sub(r"\\\g<0>", printable(text))
 
 
-def _sides(header: Iterable[str]) -> list[str]:
-    return ["left" if heading in WORDS else "right" for heading in header]
+def _cells(table: pd.DataFrame, show: Callable[[str], str]) -> list[list[str]]:
+    """The headings, then the lines."""
+    return [list(map(show, line)) for line in (table.columns, *table.to_numpy())]
+
+
+def _sides(table: pd.DataFrame) -> list[str]:
+    return ["left" if heading in WORDS else "right" for heading in table]
+
+
+# A terminal
 
 
 def terminal(sheet: Sheet) -> str:
-    """A table for a terminal, in parts that fit its width, with wrapped headings.
-
-    The width is `MAX_WIDTH` letters if the output is no terminal. Each part repeats the columns of
-    words.
-    """
-    header = list(map(printable, sheet.header))
-    wrapped = [textwrap.wrap(heading, HEADING_LETTERS) for heading in header]
-    lines = []
-    for line in sheet.lines:
-        lines.append([shortened(printable(text), WORD_LETTERS) for text in line])
-    widths = []
-    for at, heading in enumerate(wrapped):
-        cells = [len(line[at]) for line in lines]
-        widths.append(GAP + max(HEADING_PADDING + max(map(len, heading)), *cells))
-    texts: list[str] = []
-    for part in _parts(header, widths):
-        title = f"{sheet.title}, continued" if texts else sheet.title
-        shown = [[line[at] for at in part] for line in lines]
-        headings = ["\n".join(wrapped[at]) for at in part]
-        sides = _sides(header[at] for at in part)
-        table = tabulate(shown, headings, "simple", colalign=sides, disable_numparse=True)
-        texts.append(f"{printable(title)}\n{table}")
-    return "\n\n".join(texts)
+    """A sheet with at most `MAX_ROWS` lines of `MAX_LETTERS`, and what it leaves out. One line
+    alone is printed from top to bottom."""
+    if len(sheet.table) == 1:
+        return _from_top_to_bottom(sheet)
+    left_out = []
+    shown, notes = sheet.table.head(MAX_ROWS), list(sheet.notes)
+    while not fits(shown) and shown.shape[1] > 2:
+        heading = SPARED if SPARED in shown else shown.columns[-1]
+        shown = shown.drop(columns=heading)
+        left_out.append(heading)
+    if len(shown) < len(sheet.table):
+        notes.append(f"{len(shown)} of {len(sheet.table)} lines.")
+    if left_out:
+        notes.append(f"Not shown: {', '.join(left_out)}.")
+    texts = [f"## {printable(sheet.title)}", _narrow(shown), wrapped(" ".join(notes))]
+    return "\n\n".join(filter(None, texts))
 
 
-def _parts(header: Sequence[str], widths: Sequence[int]) -> list[list[int]]:
-    """The numbers of the columns in parts that fit the terminal."""
-    max_width = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
-    words = [at for at, heading in enumerate(header) if heading in WORDS]
-    parts = [words]
-    for at, heading in enumerate(header):
-        if heading in WORDS:
-            continue
-        width = widths[at] + sum(widths[number] for number in parts[-1])
-        if len(parts[-1]) > len(words) and width > max_width:
-            parts.append(words)
-        parts[-1] = [*parts[-1], at]
-    return parts
+def alike_in_title(sheet: Sheet) -> Sheet:
+    """A sheet of several lines with the numbers that all of them share in its title."""
+    table = sheet.table
+    alike = [heading for heading in table.columns[1:] if table[heading].nunique() == 1]
+    if len(table) == 1:
+        return sheet
+    words = [f"{heading} {table[heading].iloc[0]}" for heading in alike]
+    title = ", ".join([sheet.title, *words])
+    return sheet._replace(title=title, table=table.drop(columns=alike))
+
+
+def fits(table: pd.DataFrame) -> bool:
+    """Whether the lines of a table are short enough for a terminal."""
+    return len(_narrow(table).partition("\n")[0]) <= MAX_LETTERS
+
+
+def _narrow(table: pd.DataFrame) -> str:
+    """A table of Markdown. The headings go in as a line, since `tabulate` widens those of their
+    own."""
+    cells, sides = _cells(table, printable), _sides(table)
+    text = tabulate(cells, tablefmt="pipe", colalign=sides, disable_numparse=True)
+    rule, header, *lines = text.splitlines()
+    return "\n".join([header, rule, *lines])
+
+
+def _from_top_to_bottom(sheet: Sheet) -> str:
+    """The title, and a line for each heading that has a value."""
+    cells = zip(*_cells(sheet.table, printable), strict=True)
+    known = [(heading, text) for heading, text in cells if text != MISSING]
+    lines = tabulate(known, tablefmt="plain", disable_numparse=True)
+    return "\n".join([printable(sheet.title), textwrap.indent(lines, "  ")])
+
+
+def wrapped(text: str) -> str:
+    """Lines of at most `MAX_LETTERS`, none of which begins with a %."""
+    joined = printable(text).replace(" %", "\u00a0%")
+    return textwrap.fill(joined, MAX_LETTERS).replace("\u00a0", " ")

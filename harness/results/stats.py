@@ -1,29 +1,17 @@
-"""Statistics of tables: Student's t, means whose errors are clustered by place of a text, the test
-of two methods, Holm's correction, and ranks with an interval.
+"""Statistics of tables: Student's t, means whose errors are clustered by place of a text, and
+Holm's correction. The formulas are in `docs/results.md`.
 
 A standard error that was estimated from n independent values is itself uncertain. The interval of
 95 % is 12.7 standard errors wide to each side with two values, 4.3 with three, 3.2 with four, and
 1.96 with many.
-
-Within a model, and in the tests of pairs, models and texts are fixed: a number speaks of those that
-ran. The places of a text are the sample. The same place of a text on several models is one cluster,
-since what is hard there is hard for all models. A mean over models has the interval that models
-drawn from many would have (`Design.over_models`). The formulas are in `docs/results.md`.
 """
 
-from __future__ import annotations
-
-import itertools
 import math
-import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-Array = NDArray[Any]
+import pandas as pd
 
 CONFIDENCE_95 = 0.95
 OF_INTERVAL = (1 + CONFIDENCE_95) / 2
@@ -84,190 +72,93 @@ def unseen_rate(num_contexts: int) -> float:
     return float(1 - LEVEL ** (1 / num_contexts))
 
 
-class Estimate(NamedTuple):
-    """A mean over models and parts.
-
-    stderr: None where a model has a single cluster of some part. degrees: of freedom of Student's
-    t; None where stderr is. num_clusters: places of texts, or contexts of questions.
-    """
-
-    value: float
-    stderr: float | None
-    degrees: int | None
-    num_clusters: int
-
-    @property
-    def half_width(self) -> float | None:
-        """Of the 95 % interval."""
-        if self.stderr is None or self.degrees is None:
-            return None
-        return quantile(self.degrees, OF_INTERVAL) * self.stderr
-
-    @property
-    def p(self) -> float | None:
-        """The two-sided p-value of a mean of 0."""
-        return two_sided_p(self.value, self.stderr, self.degrees)
-
-
-class Design:
-    """Where values were measured, and what each weighs: all models alike, in a model all parts
-    alike, in a part of a model by `counts`.
-
-    models, parts, clusters: one entry for each value. A part is a text or a task. A cluster is a
-    place of a text or a context of questions; clusters of two parts are never the same.
-    counts: questions behind a value; None: 1 each.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[Hashable],
-        parts: Sequence[Hashable],
-        clusters: Sequence[Hashable],
-        counts: Sequence[float] | None = None,
-    ) -> None:
-        strata = list(zip(models, parts, strict=True))
-        places = list(zip(parts, clusters, strict=True))
-        self._model = _numbered(models)
-        self._stratum = _numbered(strata)
-        self._cluster = _numbered(places)
-        self._part = _numbered([part for part, _ in dict.fromkeys(places)])
-        self.num_clusters = len(self._part)
-
-        asked = np.ones(len(strata)) if counts is None else np.asarray(counts, dtype=float)
-        self._shares = asked / np.bincount(self._stratum, asked)[self._stratum]
-        parts_of_model = np.bincount(_numbered([model for model, _ in dict.fromkeys(strata)]))
-        self.weights = self._shares * (1 / (len(parts_of_model) * parts_of_model[self._model]))
-
-        stratum_of_cluster, _ = np.unique([self._stratum, self._cluster], axis=1)
-        size = np.bincount(stratum_of_cluster)
-        self._scale = None
-        if size.min() > 1:  # sqrt(n / (n - 1)) of each value, n the clusters of its stratum
-            self._scale = np.sqrt(size / (size - 1))[self._stratum]
-
-        # Kish's effective number of clusters: some places may have fewer models than others.
-        of_clusters = np.bincount(self._cluster, self.weights)
-        of_parts = np.bincount(self._part, of_clusters)
-        self._degrees = of_parts**2 / np.bincount(self._part, of_clusters**2) - 1
-
-    def mean(self, values: ArrayLike) -> float:
-        """The weighted mean."""
-        return _total(self.weights * np.asarray(values))
-
-    def estimate(self, values: ArrayLike) -> Estimate:
-        """The weighted mean of `values`, its standard error and its degrees of freedom."""
-        values = np.asarray(values)
-        found = Estimate(self.mean(values), None, None, self.num_clusters)
-        if self._scale is None:
-            return found
-        means = np.bincount(self._stratum, self._shares * values)
-        residuals = self._scale * (values - means[self._stratum])
-        of_clusters = np.bincount(self._cluster, self.weights * residuals)
-        of_parts = np.bincount(self._part, of_clusters**2)
-        variance = _total(of_parts)
-        # Rounding leaves residuals of equal values that are not quite 0.
-        if math.sqrt(variance) <= ROUNDING * np.abs(values).max():
-            return found._replace(stderr=0.0, degrees=_whole(_total(self._degrees)))
-        degrees = variance**2 / _total(of_parts**2 / self._degrees)
-        return found._replace(stderr=math.sqrt(variance), degrees=_whole(degrees))
-
-    def over_models(self, values: ArrayLike) -> Estimate:
-        """The mean of the models' means, with the error that models drawn from many would have.
-
-        The standard error is the models' sample standard deviation / sqrt(models), with a degree of
-        freedom fewer than models. Of one model it is `estimate`.
-        """
-        totals = np.bincount(self._model, self.weights * np.asarray(values))
-        means = totals / np.bincount(self._model, self.weights)
-        found = self.estimate(values)
-        if len(means) < 2:
-            return found
-        stderr = statistics.stdev(means.tolist()) / math.sqrt(len(means))
-        return found._replace(stderr=stderr, degrees=len(means) - 1)
-
-
-def _whole(degrees: float) -> int:
-    return max(1, math.floor(degrees + 1e-9))
-
-
-def _numbered(keys: Sequence[Hashable]) -> Array:
-    """The number of each key, in the order in which distinct keys come."""
-    numbers: dict[Hashable, int] = {}
-    for key in keys:
-        numbers.setdefault(key, len(numbers))
-    return np.array([numbers[key] for key in keys])
-
-
-def _total(values: Array) -> float:
-    """The sum, one value after another, so that tables are the same on every machine."""
-    return float(np.cumsum(values)[-1])
-
-
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
+def holm(p_values: pd.Series) -> pd.Series:
     """Holm's corrected p-values (1979): the k-th smallest of m times m - k + 1, at least the one
     before it, at most 1.
 
-    None, of a pair that cannot be tested, stays None and counts in m.
+    NaN, of a pair that cannot be tested, stays NaN and counts in m.
     """
-    known = [(p, index) for index, p in enumerate(p_values) if p is not None]
-    corrected: list[float | None] = [None] * len(p_values)
-    largest = 0.0
-    for rank, (p, index) in enumerate(sorted(known)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
-        corrected[index] = largest
-    return corrected
+    in_order = p_values.sort_values()
+    factors = np.arange(len(in_order), 0, -1)
+    return (in_order * factors).clip(upper=1).cummax().reindex(p_values.index)
 
 
-class Pair(NamedTuple):
-    """Two methods: the mean logarithm of the first's KL over the second's, by their numbers.
+def estimates(
+    values: pd.DataFrame, by: Sequence[str], *, over_models: bool = False
+) -> pd.DataFrame:
+    """Means of groups of values, each with its error: the groups in order, a line each.
 
-    p_holm: corrected over all pairs that were compared with this one; None without an error.
+    All models weigh alike, in a model all parts, in a part of a model the values by `weight`.
+    Models and parts are fixed: a mean speaks of those that ran. The places of a part are the
+    sample. The same place on several models is one cluster, since what is hard there is hard for
+    all models.
+
+    values: columns `by`, `model`, `part` (a text or a task), `place` (in a text, or the number of a
+    context of questions; at most one value each), `value` and `weight`.
+    over_models: of several models the error that models drawn from many would have, their standard
+    deviation / sqrt(models). Where their means are equal but not 0, the error of the places stands.
+
+    Columns: `mean`, `stderr`, `degrees` of freedom, `low` and `high` of the 95 % interval, `p` of
+    a mean of 0, `num_places`. NaN where a value is missing; but for the mean and the number of
+    places, also where a model has a single place of some part.
     """
+    from scipy.special import stdtrit
 
-    first: int
-    second: int
-    estimate: Estimate
-    p_holm: float | None
+    names = [*by, "model", "part"]
 
-    @property
-    def closer(self) -> int | None:
-        """The number of the method that is certainly closer; None where they are not told apart."""
-        if self.p_holm is None or self.p_holm > LEVEL:
-            return None
-        return self.first if self.estimate.value < 0 else self.second
+    def numbered(*columns: str) -> pd.Series:
+        """The number of each value's group."""
+        return values.groupby(list(columns), sort=False, dropna=False).ngroup()
 
+    group, model, stratum = numbered(*by), numbered(*by, "model"), numbered(*names)
+    part, place = numbered(*by, "part"), numbered(*by, "part", "place")
+    group_of_model, group_of_part = (group.groupby(inner).first() for inner in (model, part))
+    part_of_place = part.groupby(place).first()
 
-def compare_all(design: Design, logs: Sequence[Sequence[float]]) -> list[Pair]:
-    """All pairs of methods, with Holm's correction over all of them.
+    num_models = values["model"].groupby(group).transform("nunique")
+    num_parts = values["part"].groupby(model).transform("nunique")
+    share = values["weight"] / values["weight"].groupby(stratum).transform("sum")
+    weight = share / (num_models * num_parts)
+    weighted = weight * values["value"]
+    found = pd.DataFrame({"mean": weighted.groupby(group).sum()})
 
-    logs: for each method the logarithms of its KL, in the order of the design's values.
-    """
-    found = []
-    for first, second in itertools.combinations(range(len(logs)), 2):
-        estimate = design.estimate(np.subtract(logs[first], logs[second]))
-        found.append(Pair(first, second, estimate, None))
-    corrected = holm([pair.estimate.p for pair in found])
-    return [pair._replace(p_holm=p) for pair, p in zip(found, corrected, strict=True)]
+    num_values = stratum.groupby(stratum).transform("size")
+    mean_of_stratum = (share * values["value"]).groupby(stratum).transform("sum")
+    scale = np.sqrt(num_values / (num_values - 1).where(num_values > 1))
+    residual = weight * scale * (values["value"] - mean_of_stratum)
+    variance_of_part = residual.groupby(place).sum().pow(2).groupby(part_of_place).sum()
+    variance = variance_of_part.groupby(group_of_part).sum()
+    # Kish's effective number of places: some may have fewer models than others.
+    weights = weight.groupby(place).sum()
+    effective = weights.groupby(part_of_place).sum() ** 2
+    effective /= (weights**2).groupby(part_of_place).sum()
+    degrees_of_part = effective - 1
+    of_part = (variance_of_part**2 / degrees_of_part).groupby(group_of_part).sum()
+    found["stderr"] = np.sqrt(variance)
+    found["degrees"] = variance**2 / of_part
+    largest = values["value"].abs().groupby(group).max()
+    # Rounding leaves residuals of equal values that are not quite 0.
+    is_alike = found["stderr"] <= ROUNDING * largest
+    found.loc[is_alike, "stderr"] = 0.0
+    found.loc[is_alike, "degrees"] = degrees_of_part.groupby(group_of_part).sum()
+    found["degrees"] = np.floor(found["degrees"] + 1e-9).clip(lower=1)
+    has_error = num_values.groupby(group).min() > 1
+    found[["stderr", "degrees"]] = found[["stderr", "degrees"]].where(has_error, axis=0)
 
+    if over_models:
+        means = weighted.groupby(model).sum() / weight.groupby(model).sum()
+        of_models = means.groupby(group_of_model)
+        count, stderr = of_models.size(), of_models.sem()
+        is_sample = (count > 1) & ((stderr > 0) | (largest == 0))
+        found["stderr"] = stderr.where(is_sample, found["stderr"])
+        found["degrees"] = (count - 1).where(is_sample, found["degrees"])
 
-class Rank(NamedTuple):
-    """A method's place by its ratio, and the places that it may have."""
-
-    value: int
-    low: int
-    high: int
-
-
-def ranks(ratios: Sequence[float], pairs: Sequence[Pair]) -> list[Rank]:
-    """For each method its place, from 1 + the methods certainly closer to n - those certainly
-    farther.
-
-    Equal ratios share a place.
-    """
-    lows, highs = [1] * len(ratios), [len(ratios)] * len(ratios)
-    for pair in pairs:
-        if pair.closer is not None:
-            other = pair.second if pair.closer == pair.first else pair.first
-            lows[other] += 1
-            highs[pair.closer] -= 1
-    places = [1 + sum(other < ratio for other in ratios) for ratio in ratios]
-    return list(map(Rank, places, lows, highs))
+    half = stdtrit(found["degrees"], OF_INTERVAL) * found["stderr"]
+    found["low"], found["high"] = found["mean"] - half, found["mean"] + half
+    tested = zip(found["mean"], found["stderr"], found["degrees"], strict=True)
+    found["p"] = np.array([two_sided_p(*each) for each in tested], dtype=float)
+    is_known = values["value"].notna().groupby(group).all()
+    found = found.where(is_known, axis=0)
+    found["num_places"] = place.groupby(group).nunique()
+    keys = values[list(by)].groupby(group).first()
+    return keys.join(found).set_index(list(by))

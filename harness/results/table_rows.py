@@ -1,170 +1,180 @@
-"""The table rows of records: one per timed run, one per point of an analysis, else one per task
-and metric, compared with the full cache."""
+"""Records as frames: a row per timed run, per point of an analysis, else per task and metric,
+compared with the full cache."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from harness.results import columns
-from harness.results.columns import TableRow
-from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95, LAYER, OF_SOME_RUNS
-from harness.results.record import Record, current, damage_told, in_words
+import numpy as np
+import pandas as pd
+
+from harness.results.columns import with_columns
+from harness.results.metrics import (
+    ATTENTION_ERROR,
+    ATTENTION_ERROR_P95,
+    DENSE_LAYERS,
+    LAYER,
+    OF_SOME_RUNS,
+)
+from harness.results.record import Record, current, in_words
 from harness.results.samples import (
+    DIFFERENCE,
+    DIFFERENCES,
+    KEY,
     LAYERS,
     Baselines,
-    Difference,
     Sample,
+    chunk_of,
     clustered_stderr,
-    num_contexts,
-    of_windows,
+    differences_of,
+    over_tasks,
     samples_of,
+    task_of,
+    with_full,
 )
 from harness.settings.kinds import foreign_settings
 from harness.settings.schema import is_unmet
 
-Pairs = list[tuple[Record, list[TableRow]]]
-"""Records, each with its rows."""
-ROUND = str.maketrans("[]", "()")
 CONDITIONS = (
     "num_samples", "num_fewshot", "seq_len",
     "budget", "budget_artifact", "device_frac", "resident_frac",
     *(column.name for column in OF_SOME_RUNS),
 )  # fmt: skip
 """Entries beside the metrics of a task that have columns."""
-OF_LAYERS = (
-    ATTENTION_ERROR.name, f"{ATTENTION_ERROR.name}_stderr",
-    ATTENTION_ERROR_P95.name, f"{ATTENTION_ERROR_P95.name}_stderr",
-)  # fmt: skip
-"""Entries of a layer of a run on a text."""
 NO_METRICS = {*CONDITIONS, "num_truncated", "num_dense", "num_contexts"}
+IN_BUDGET = ("budget", DENSE_LAYERS.name)
+"""Settings of a method that the budget in the name of a series says: it counts dense layers."""
 NUM_DEPTHS = 5
 DEPTH_PERCENT = 100 // NUM_DEPTHS
+Row = dict[str, Any]
 
 
-def with_rows(
+def frames_of(
     records: Iterable[Record],
     elsewhere: Callable[[], Iterable[Record]] = tuple,
     *,
     weights: bool = True,
-) -> Pairs:
-    """The current finished records with their rows, compared with the full cache.
+) -> dict[str, pd.DataFrame]:
+    """The rows of the newest finished records by shape of table, with all columns of the shape.
 
     The full cache's run is looked for among the records, then among those that `elsewhere` returns.
     weights: different weights of one model count as a setting.
     """
     finished = current(records)
-    full = Baselines(finished, elsewhere)
-    pairs = []
+    settings = _settings(finished, weights)
+    rows: dict[str, list[Row]] = {
+        "accuracy": [], "latency": [], "analysis": [], "capacity": []
+    }  # fmt: skip
     for record in finished:
-        with damage_told(record, "left out of tables and figures"):
-            rows = rows_of(record, full)
-            columns.check(columns.TABLES[record["table"]], rows)
-            if rows:
-                pairs.append((record, rows))
-    if weights:
-        _add_weights(pairs)
-    return pairs
+        of_run = {
+            "experiment": record["experiment"],
+            "model": record["config"]["model"]["name"],
+            "method": record["config"]["method_name"],
+            "label": record["config"]["label"],
+            "settings": settings[record["run_id"]],
+            "run_id": record["run_id"],
+        }
+        for row in _rows_of(record):
+            rows[record["table"]].append(of_run | row)
+    frames = {shape: with_columns(pd.DataFrame(rows[shape]), shape) for shape in rows}
+    scored = [record for record in finished if record["table"] == "accuracy"]
+    frames["accuracy"] = _compared(frames["accuracy"], scored, Baselines(scored, elsewhere))
+    return frames
 
 
-def rows_of(record: Record, full: Baselines) -> list[TableRow]:
-    """The rows of one finished record. A metric that was not measured (None) has no row.
+def layers_of(records: Iterable[Record]) -> pd.DataFrame:
+    """The errors of attention outputs by layer, as points of an analysis; none of an older record,
+    which has none.
+
+    A series is a label, its budget, and other settings of its method: `InfiniGen, 16 %, alpha=4.0`.
+    x_name names the text.
+    """
+    rows = []
+    for record in records:
+        config = record["config"]
+        own = {}
+        for name, value in record["settings"].items():
+            if name in config["method"] and name not in IN_BUDGET:
+                own[name] = value
+        for name, entries in record["metrics"].items():
+            budget = f"{100 * entries['budget']:.0f} %"
+            of_run = {
+                "experiment": ATTENTION_ERROR.name,
+                "model": config["model"]["name"],
+                "series": ", ".join(filter(None, (config["label"], budget, in_words(own)))),
+                "x_name": f"{LAYER.name}, {task_of(name)}",
+                "num_samples": entries.get("num_samples"),
+                "source": "measured",
+                "run_id": record["run_id"],
+            }
+            for layer in record["samples"].get(LAYERS, ()):
+                for metric in (ATTENTION_ERROR.name, ATTENTION_ERROR_P95.name):
+                    if layer.get(metric) is not None:
+                        value = {"metric": metric, "value": layer[metric], "x": layer[LAYER.name]}
+                        rows.append(of_run | value | {"stderr": layer.get(f"{metric}_stderr")})
+    frame = with_columns(pd.DataFrame(rows), "analysis")
+    return frame.sort_values(["model", "series", "x_name"], kind="stable")
+
+
+def _settings(records: Sequence[Record], weights: bool) -> dict[str, str]:
+    """The settings of runs in words, by run_id; with the weights if runs of one model name have
+    different ones. A model may be replaced under its name."""
+    digests: dict[str, set[str]] = {}
+    for record in records:
+        if weights and "model" in record["inputs"]:
+            of_model = digests.setdefault(record["config"]["model"]["name"], set())
+            of_model.add(record["inputs"]["model"])
+    found = {}
+    for record in records:
+        settings, digest = dict(record["settings"]), record["inputs"].get("model")
+        if digest and len(digests.get(record["config"]["model"]["name"], ())) > 1:
+            settings["weights"] = digest[:8]
+        found[record["run_id"]] = in_words(settings)
+    return found
+
+
+# Rows
+
+
+def _rows_of(record: Record) -> Iterator[Row]:
+    """The rows of a record. A metric that was not measured (None) has no row."""
+    config, metrics = record["config"], record["metrics"]
+    if record["table"] == "analysis":
+        for point in metrics["points"]:
+            yield {"source": metrics["source"]} | point
+        return
+    rows: Iterable[Row] = [metrics]
+    if record["table"] == "capacity":
+        rows = metrics["points"]
+    if record["table"] == "accuracy":
+        rows = _scores(record)
+    asked = config.get("budget")
+    for row in rows:
+        yield row | {"unmet_budget": asked if is_unmet(asked, row.get("budget")) else None}
+
+
+def _scores(record: Record) -> Iterator[Row]:
+    """A row for each task and metric.
 
     The row of a chunk has its range of tokens in the task, such as `offline[256:512]`; the row of a
     needle's depth, a fifth of the prompt, has length and depth, such as `niah_single_1[2048, 20-40
     %]`.
     """
-    config, metrics = record["config"], record["metrics"]
-    common = {
-        "experiment": record["experiment"],
-        "model": config["model"]["name"],
-        "method": config["method_name"],
-        "label": config["label"],
-        "settings": in_words(record["settings"]),
-        "run_id": record["run_id"],
-    }
-    rows: Iterable[TableRow]
-    if record["table"] == "latency":
-        rows = [metrics]
-    elif record["table"] == "accuracy":
-        rows = [*_whole_rows(record, full), *_chunk_rows(record)]
-    else:
-        rows = metrics["points"]
-        if record["table"] == "analysis":
-            common["source"] = metrics["source"]
-    if record["table"] != "analysis":
-        rows = [row | {"unmet_budget": _unmet_budget(config, row)} for row in rows]
-    return [common | row for row in rows]
-
-
-def layer_rows(record: Record) -> Iterator[TableRow]:
-    """The errors of attention outputs by layer, as points of an analysis; none of an older record,
-    which has none.
-
-    A series is a label and its budget, `H2O, 10 %`. x_name names the text.
-    """
-    layers = record["samples"].get(LAYERS, ())
+    config = record["config"]
+    seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
     for name, entries in record["metrics"].items():
-        context = _context(record, name, entries)
-        for of_layer in layers:
-            for value in _values(columns.picked(of_layer, OF_LAYERS)):
-                yield value | {
-                    "experiment": ATTENTION_ERROR.name,
-                    "model": record["config"]["model"]["name"],
-                    "series": f"{record['config']['label']}, {100 * context['budget']:.0f} %",
-                    "layer": None,
-                    "x_name": f"{LAYER.name}, {context['task']}",
-                    "x": of_layer[LAYER.name],
-                    "num_samples": context["num_samples"],
-                    "source": context["source"],
-                    "run_id": record["run_id"],
-                }
-
-
-def _add_weights(pairs: Pairs) -> None:
-    """Add the weights to the settings if runs of one model name have different ones.
-
-    A model may be replaced under its name.
-    """
-    by_model = columns.grouped(pairs, lambda pair: pair[0]["config"]["model"]["name"])
-    for of_model in by_model.values():
-        digests = {record["inputs"].get("model") for record, _ in of_model}
-        if len(digests - {None}) < 2:
-            continue
-        for record, rows in of_model:
-            digest = record["inputs"].get("model")
-            if not digest:
-                continue
-            for row in rows:
-                settings = [row["settings"]] if row["settings"] else []
-                row["settings"] = ", ".join([*settings, f"weights={digest[:8]}"])
-
-
-def _whole_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
-    for name, entries in record["metrics"].items():
-        context = _context(record, name, entries)
-        samples = samples_of(record, name)
+        of_task: Row = {"source": "measured", "seq_len": seq_len, "task": task_of(name)}
+        of_task |= {name: entries[name] for name in CONDITIONS if name in entries}
+        of_part = of_task | {"num_contexts": of_task.get("num_samples")}
         for value in _values(entries):
-            metric = value["metric"]
-            row = context | value | {"num_contexts": num_contexts(samples, metric)}
-            yield row | _compared(full.difference(record, name, metric))
-        for row in depth_rows(context["task"], record["samples"].get(name, ())):
-            yield context | row
+            yield of_task | value
+        for chunk in record["chunks"]:
+            for value in _values(chunk["metrics"]):
+                yield of_part | value | {"task": chunk_of(name, chunk)}
+        for depth in depth_rows(of_task["task"], record["samples"].get(name, ())):
+            yield of_task | depth
 
 
-def _chunk_rows(record: Record) -> Iterator[TableRow]:
-    if not record["chunks"]:
-        return
-    ((name, entries),) = record["metrics"].items()
-    context = _context(record, name, entries)
-    for chunk in record["chunks"]:
-        task = f"{context['task']}[{chunk['first']}:{chunk['stop']}]"
-        for value in _values(chunk["metrics"]):
-            row = context | {"task": task} | value | {"num_contexts": context["num_samples"]}
-            windows = chunk.get("windows", ()) if value["metric"] == "perplexity" else ()
-            yield row | _compared(of_windows(record, windows))
-
-
-def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
+def _values(entries: Mapping[str, Any]) -> Iterator[Row]:
     for metric, value in entries.items():
         if metric in NO_METRICS or metric.endswith("_stderr"):
             continue
@@ -177,19 +187,21 @@ def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
             }
 
 
-def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[TableRow]:
+def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[Row]:
     """A row for each length in tokens and depth of the needle; none for a task without needles."""
-
-    def length_and_part(sample: Sample) -> tuple[int, int]:
-        return sample["length"], min(int(NUM_DEPTHS * sample["depth"]), NUM_DEPTHS - 1)
-
-    needles = columns.having(samples, "depth")
-    for (length, part), of_part in sorted(columns.grouped(needles, length_and_part).items()):
-        scores = columns.values(of_part, str(length))
-        first = DEPTH_PERCENT * part
+    needles = pd.DataFrame([sample for sample in samples if sample.get("depth") is not None])
+    if needles.empty:
+        return
+    firsts = DEPTH_PERCENT * (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
+    places = []
+    for length, first in zip(needles["length"], firsts, strict=True):
+        places.append(f"{length}, {first}-{first + DEPTH_PERCENT} %")
+    for place, of_place in needles.groupby(places, sort=False):
+        metric = str(of_place["length"].iloc[0])
+        scores = of_place[metric].tolist()
         yield {
-            "task": f"{task}[{length}, {first}-{first + DEPTH_PERCENT} %]",
-            "metric": str(length),
+            "task": f"{task}[{place}]",
+            "metric": metric,
             "value": sum(scores) / len(scores),
             "stderr": clustered_stderr(scores, range(len(scores))),
             "num_samples": len(scores),
@@ -197,31 +209,43 @@ def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[TableRow]:
         }
 
 
-def _compared(difference: Difference | None) -> TableRow:
-    """The columns of a difference to the full cache, and the contexts that it was measured on."""
-    if difference is None:
-        return {}
-    found = difference._asdict()
-    value, stderr = found.pop("value"), found.pop("stderr")
-    del found["num_pairs"]
-    return found | {"difference": value, "difference_stderr": stderr, "p": difference.p}
+# Beside the full cache
 
 
-def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
-    """Task, or file name of a text, and the conditions of its values.
+def _compared(scores: pd.DataFrame, records: Sequence[Record], full: Baselines) -> pd.DataFrame:
+    """The scores with their differences to the full cache, and the number of contexts."""
+    samples = samples_of(records)
+    differences = _of_means(differences_of(with_full(samples, records, full)), scores)
+    of_groups = _of_means(_of_groups(records, differences), scores)
+    differences = pd.concat([differences, of_groups]).set_index(KEY)
+    contexts = samples.groupby(KEY)["context"].nunique()
+    keys = pd.MultiIndex.from_frame(scores[KEY])
+    found = scores.copy()
+    found[DIFFERENCE] = differences[DIFFERENCE].reindex(keys).to_numpy()
+    for counts in (contexts, differences["num_contexts"]):
+        counted = pd.Series(counts.reindex(keys).to_numpy(), scores.index)
+        found["num_contexts"] = counted.fillna(found["num_contexts"])
+    return found
 
-    Square brackets in the name become round.
-    """
-    config = record["config"]
-    seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
-    row = columns.picked(entries, CONDITIONS)
-    row["seq_len"] = entries.get("seq_len", seq_len)
-    row["source"] = "measured"
-    row["task"] = Path(name).name.translate(ROUND)
-    return row
+
+def _of_means(differences: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
+    """The differences of values that are the mean of their samples."""
+    values = differences[KEY].merge(scores[[*KEY, "value"]], how="left", on=KEY)["value"]
+    is_mean = np.isclose(differences["mean"], values, rtol=1e-6, atol=1e-9)
+    return differences[is_mean]
 
 
-def _unmet_budget(config: Mapping[str, Any], entries: Mapping[str, Any]) -> float | None:
-    """The budget that was asked for, where the one that ran is another."""
-    asked: float | None = config.get("budget")
-    return asked if is_unmet(asked, entries.get("budget")) else None
+def _of_groups(records: Iterable[Record], differences: pd.DataFrame) -> pd.DataFrame:
+    """Differences of groups of tasks, paired by question, where each task has one and all have
+    equally many questions."""
+    rows = []
+    for record in records:
+        of_run = differences[differences["run_id"] == record["run_id"]]
+        for name, entries in record["metrics"].items():
+            tasks = entries.get("tasks", ())
+            of_tasks = of_run[of_run["task"].isin(tasks)]
+            for metric, parts in of_tasks.groupby("metric"):
+                if len(parts) == len(tasks) and parts["num_pairs"].nunique() == 1:
+                    key = {"run_id": record["run_id"], "task": task_of(name), "metric": metric}
+                    rows.append(key | over_tasks(parts))
+    return pd.DataFrame(rows, columns=DIFFERENCES)

@@ -10,10 +10,8 @@ are scored with settings that were chosen without them.
 """
 
 import argparse
-import re
 import sys
-from collections.abc import Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import yaml
 
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
-from harness.results.columns import TableRow, read_table, where
+from harness.results.columns import read_frame
 from harness.results.metrics import EQUAL, KL
 from harness.settings.own_method import shipped
 from harness.settings.paths import CONF_DIR
@@ -30,19 +28,14 @@ from harness.settings.schema import options
 FILE = CONF_DIR / "tuned.yaml"
 HEADER = """\
 # Dense layers of each method at a budget, by model: of 0, 1 and 2 layers with which it has the
-# budget, the number with the least KL on `offline`, the calibration text. Written by `python -m
-# harness.results.tuned RESULTS...` after `python run.py experiment=tune model=MODEL`.
-# A method or model that is not here has none.
+# budget, the number with the least KL on `offline`, the calibration text. What is not here has 0.
+# Written by `python -m harness.results.tuned RESULTS...` after `python run.py experiment=tune
+# model=MODEL`.
 """
-ASKED = re.compile(r"(?:^|, )budget=([\d.]+)")
-DENSE = re.compile(r"(?:^|, )dense_layers=(\d+)")
-CODEC = re.compile(r"(?:^|, )codec=")
-DenseLayers = dict[str, dict[str, dict[float, int]]]
-"""The number by model, method and budget."""
 
 
-def read() -> DenseLayers:
-    """The numbers in `conf/tuned.yaml`."""
+def read() -> dict[str, dict[str, dict[float, int]]]:
+    """The numbers in `conf/tuned.yaml` by model, method and budget."""
     return yaml.safe_load(FILE.read_text(encoding="utf-8")) or {}
 
 
@@ -53,50 +46,57 @@ def as_tuned(methods: Sequence[str], budgets: Sequence[float], model: str) -> li
     found = []
     for method in methods:
         for budget in budgets:
-            number = of_model.get(method, {}).get(budget, 0)
-            found.append([method, f"nearest:{budget}", number])
+            found.append([method, f"nearest:{budget}", of_model.get(method, {}).get(budget, 0)])
     return found
 
 
-def best_of(rows: Iterable[TableRow]) -> DenseLayers:
-    """The numbers with the least KL of the rows of `experiment=tune`.
+def best_of(table: Path) -> Iterator[tuple[str, str, float, int]]:
+    """Model, method, budget and the number with the least KL, of a table of `experiment=tune`.
 
     Rows over a codec, rows without a budget, and methods at another budget than asked do not count.
     """
-    found: DenseLayers = {}
-    by_kl = sorted(where(rows, "metric", KL.name), key=itemgetter("value"))
-    for row in by_kl:
-        settings = row["settings"] or ""
-        asked, given = ASKED.search(settings), DENSE.search(settings)
-        if asked is None or CODEC.search(settings):
-            continue
-        if abs(row["budget"] - float(asked[1])) > EQUAL:
-            continue
-        if given is None and row["method"] not in options("method"):
-            continue  # a method of one's own, whose file is not here
-        number = given[1] if given else shipped(row["method"])[1]["dense_layers"]
-        of_method = found.setdefault(row["model"], {}).setdefault(row["method"], {})
-        of_method.setdefault(float(asked[1]), int(number))
-    return found
+    frame = read_frame(table)
+    frame = frame[frame["metric"] == KL.name]
+    settings = frame["settings"].str
+    frame["asked"] = settings.extract(r"(?:^|, )budget=([\d.]+)", expand=False).astype(float)
+    given = settings.extract(r"(?:^|, )dense_layers=(\d+)", expand=False).astype(float)
+    frame["dense"] = given.fillna(frame["method"].map(_default))
+    has_budget = (frame["budget"] - frame["asked"]).abs() <= EQUAL
+    counts = has_budget & ~settings.contains(r"(?:^|, )codec=") & frame["dense"].notna()
+    by_kl = frame[counts].sort_values("value").drop_duplicates(["model", "method", "asked"])
+    columns = ["model", "method", "asked", "dense"]
+    for model, method, asked, dense in by_kl[columns].to_numpy().tolist():
+        yield model, method, asked, int(dense)
+
+
+def _default(method: str) -> int | None:
+    """Dense layers of a shipped method; None of one's own, whose file is not here."""
+    return shipped(method)[1]["dense_layers"] if method in options("method") else None
 
 
 def write(sources: Sequence[Path]) -> Path:
     """Write the numbers of the models in these results folders into `conf/tuned.yaml`.
 
-    A method of the file that the folders lack keeps its numbers. Raises UserError for a folder
-    without `tables/tune.csv`.
+    What the folders lack keeps its number. Raises UserError for a folder without `tables/tune.csv`.
     """
-    numbers = read() if FILE.exists() else {}
+    numbers = read()
     for results in sources:
         table = results / "tables" / "tune.csv"
         if not table.is_file():
             raise UserError(f"{results}: has no tables/tune.csv; run experiment=tune first")
-        for model, methods in best_of(read_table(table)).items():
-            of_model = numbers.setdefault(model, {})
-            for method, of_budgets in methods.items():
-                of_model[method] = of_model.get(method, {}) | of_budgets
-    write_atomic(FILE, HEADER + yaml.safe_dump(numbers, default_flow_style=None, width=200))
+        for model, method, budget, number in best_of(table):
+            of_method = numbers.setdefault(model, {}).setdefault(method, {})
+            of_method[budget] = number
+    write_atomic(FILE, HEADER + yaml.safe_dump(_without_zeros(numbers), default_flow_style=None))
     return FILE
+
+
+def _without_zeros(numbers: Any) -> Any:
+    """The nested mappings without zeros, and without what is empty then."""
+    if not isinstance(numbers, dict):
+        return numbers
+    kept = {name: _without_zeros(value) for name, value in numbers.items()}
+    return {name: value for name, value in kept.items() if value}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,52 +11,51 @@ other rows are made from the records that are there.
     python -m harness.results.write results      # for maintainers: mark all rows as shipped
 """
 
-from __future__ import annotations
-
 import argparse
-import logging
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import pandas as pd
 
 from harness.errors import UserError, exit_code
-from harness.files import free_path, holding, write_atomic
-from harness.results import board_sources
+from harness.files import holding, write_atomic
+from harness.results import board_evidence
 from harness.results.columns import (
-    ANEW,
     IDENTITY,
     NO_TABLE,
-    TABLES,
-    TableRow,
-    grouped,
-    read_table,
-    render_csv,
+    csv_of,
+    read_frame,
     shape_of,
+    whole_tasks,
+    with_columns,
 )
 from harness.results.metrics import rank
-from harness.results.record import Record, read_records
+from harness.results.record import Record, current, read_records
 from harness.results.samples import full_runs
-from harness.results.table_rows import Pairs, layer_rows, with_rows
+from harness.results.table_rows import frames_of, layers_of
 from harness.settings.kinds import BOARD, find
 from harness.settings.paths import shipped_beside
 from harness.settings.schema import kind_of
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-log = logging.getLogger(__name__)
-
-TableRows = Sequence[TableRow]
-MADE = frozenset(("board", "board_claims", "board_models", "board_pairs"))
+MADE = ("board", "board_pairs")
 """Shapes of the tables that `harness.results.board` makes of other tables."""
 LAYERS_TABLE = "attention_error"
 """The table that shows the runs of `experiment=perplexity` layer by layer."""
 MACHINE = ["model", "platform", "source"]
 TIMED_RUN = [*MACHINE, "batch_size", "prompt_len", "gen_len"]
 """What a timed run is of, besides its system."""
+_OF_BOARD = "dense_layers run_id"
+ORDER = {
+    "accuracy": "model label whole seq_len budget first second rank run_id",
+    "latency": "model label batch_size prompt_len gen_len budget run_id",
+    "capacity": "model label platform prompt_len gen_len memory_bytes batch_size budget run_id",
+    "board_texts": f"model label asked_budget seq_len text {_OF_BOARD} window",
+    "board_answers": f"model label asked_budget task {_OF_BOARD} context_id",
+    "board_steps": f"model label asked_budget {_OF_BOARD}",
+}
+"""By shape of table, the columns that its rows are sorted by; points of an analysis stand as they
+were made. `whole`, `first` and `second`: a task, and the numbers in its brackets."""
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
@@ -64,80 +63,53 @@ def update(results_dir: str | Path, experiment: str) -> Path:
 
     `latency` also gives the tables of the figures of speed, `perplexity` the errors of attention
     outputs by layer; `board` gives the windows, answers and steps that the board is made of. What
-    is modelled of capacity stands in a table of its own, `<experiment>-modelled`. A damaged record
-    is left out with a warning that names it, a damaged table set aside with a warning. One process
-    at a time writes the tables of a folder.
+    is modelled of capacity stands in a table of its own, `<experiment>-modelled`. A table without
+    rows is removed. One process at a time writes the tables of a folder.
 
-    Returns the path of the CSV. Raises UserError if the folder cannot be written.
+    Returns the path of the CSV. Raises UserError for a damaged record or table of shipped rows, or
+    if the folder cannot be written.
     """
     folder = Path(results_dir) / "tables"
-    path = folder / f"{experiment}.csv"
     with holding(folder, wait=True):  # the next process then reads what this one has written
-        pairs = with_rows(read_records(results_dir, experiment), partial(full_runs, results_dir))
-        shape = "accuracy"
+        records = current(read_records(results_dir, experiment))
+        frames = frames_of(records, partial(full_runs, results_dir))
         kind = kind_of(experiment)
-        if kind:
-            shape = find(kind).table
-        elif pairs:
-            shape = pairs[0][0]["table"]
-        own = _of_shape(pairs, shape)
+        shape = find(kind).table if kind else next((run["table"] for run in records), "accuracy")
+        own = {experiment: (shape, frames[shape])}
         if shape == "capacity":
-            modelled = [row for row in own if row["source"] == "modelled"]
-            measured = [row for row in own if row["source"] != "modelled"]
-            twin = path.with_stem(f"{path.stem}-modelled")
-            has_own, has_modelled = _join(path, shape, measured), _join(twin, shape, modelled)
-            return twin if has_modelled and not has_own else path
-        rows = _ordered(shape, merged(path, shape, own))
-        _write(path, shape, rows)
-        if experiment == "latency":  # its records are the runs of all figures of speed
-            for figure, of_figure in _figures_of_speed(rows):
-                of_paths = path.with_stem(figure), path.with_stem(figure).with_suffix(".md")
-                if of_figure:
-                    _write(of_paths[0], shape, of_figure)
-                else:
-                    for of_path in of_paths:
-                        of_path.unlink(missing_ok=True)
+            is_modelled = frames[shape]["source"] == "modelled"
+            own[experiment] = shape, frames[shape][~is_modelled]
+            own[f"{experiment}-modelled"] = shape, frames[shape][is_modelled]
         if experiment == "perplexity":
-            _write_layers(path.with_stem(LAYERS_TABLE), [record for record, _ in pairs])
+            own[LAYERS_TABLE] = "analysis", layers_of(records)
         if experiment == BOARD:
-            records = [record for record, _ in pairs]
-            for name, of_table in board_sources.rows_of_records(records).items():
-                _join(folder / f"{name}.csv", board_sources.SHAPES[name], of_table)
-    return path
+            for name, of_board in board_evidence.evidence_of(records).items():
+                of_shape = board_evidence.SHAPES[name]
+                own[name] = of_shape, with_columns(of_board, of_shape)
+        tables = {}
+        for name, (of_table, rows) in own.items():
+            tables[name] = joined(folder / f"{name}.csv", of_table, rows)
+            _write(folder / f"{name}.csv", of_table, tables[name])
+        if experiment == "latency":  # its records are the runs of all figures of speed
+            for figure, rows in _figures_of_speed(tables[experiment]):
+                _write(folder / f"{figure}.csv", shape, rows)
+    shown = [name for name in tables if len(tables[name])]
+    return folder / f"{shown[0] if shown else experiment}.csv"
 
 
-def _join(path: Path, shape: str, own: TableRows) -> bool:
-    """Write one's own rows beside the shipped ones; no table without rows. Returns whether any."""
-    rows = _ordered(shape, merged(path, shape, own))
-    if rows:
-        _write(path, shape, rows)
-    return bool(rows)
-
-
-def _of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
-    found: list[TableRow] = []
-    for record, rows in pairs:
-        if record["table"] == shape:
-            found += rows
-    return found
-
-
-def _figures_of_speed(rows: TableRows) -> Iterator[tuple[str, TableRows]]:
+def _figures_of_speed(timed: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Each figure of speed with its rows of `latency`. As in the paper, 14 has the largest batch of
     15, 18 the longest prompt of 16a. Each model and machine has a sweep of its own."""
-    import pandas as pd  # here, as a command's help needs no pandas
-
-    timed = pd.DataFrame(rows, columns=TIMED_RUN)
     batches = _widest_sweep(timed, "batch_size")
     prompts = _widest_sweep(timed, "prompt_len")
-    for figure, found in (
+    for figure, rows in (
         ("fig14", _largest(batches, "batch_size")),
         ("fig15", batches),
         ("fig16a", prompts),
         ("fig16b", _widest_sweep(timed, "model", least=2)),
         ("fig18", _largest(prompts, "prompt_len")),
     ):
-        yield figure, [rows[number] | {"experiment": figure} for number in found.index]
+        yield figure, rows.assign(experiment=figure)
 
 
 def _widest_sweep(timed: pd.DataFrame, axis: str, least: int = 1) -> pd.DataFrame:
@@ -158,79 +130,53 @@ def _largest(timed: pd.DataFrame, axis: str) -> pd.DataFrame:
     return timed[timed[axis] == timed.groupby(setup, dropna=False)[axis].transform("max")]
 
 
-def _write_layers(path: Path, records: Sequence[Record]) -> None:
-    """The table of the errors of attention outputs by layer; none where no record has them.
-
-    Of runs with one label and budget the newest counts, since the others would share its line.
-    """
-    by_line: dict[tuple[Any, ...], list[TableRow]] = {}
-    for record in sorted(records, key=lambda record: record["started"]):
-        by_line |= grouped(layer_rows(record), itemgetter("model", "series", "x_name"))
-    own: list[TableRow] = []
-    for line in sorted(by_line):
-        own += by_line[line]
-    _join(path, "analysis", own)
-
-
 # Shipped rows beside one's own
 
 
-def merged(path: Path, shape: str, own: Sequence[TableRow]) -> list[TableRow]:
-    """One's own rows, and the shipped rows that they do not replace.
+def joined(path: Path, shape: str, own: pd.DataFrame) -> pd.DataFrame:
+    """One's own rows, and the shipped rows that they do not replace, in the order of the CSV.
 
     The shipped rows are those of the results beside the folder of `path` (`shipped_beside`), else
-    those in the table at `path`. Raises UserError for a damaged table that cannot be set aside.
+    those in the table at `path`. Raises UserError for a damaged table.
     """
-
-    def identity(row: TableRow) -> tuple[Any, ...]:
-        whole = row | {"task": row.get("task", "").partition("[")[0]}
-        return tuple(whole.get(name) or "" for name in IDENTITY[shape])
-
-    replaced = set(map(identity, own))
-    shipped = [row for row in _rows_at(path, shape) if row.get("shipped")]
-    return [*(row for row in shipped if identity(row) not in replaced), *own]
+    shipped = _shipped_rows(path, shape)
+    identity = list(IDENTITY[shape])
+    replaced = _whole(own)[identity].drop_duplicates()
+    found = _whole(shipped)[identity].merge(replaced, how="left", on=identity, indicator=True)
+    stays = (found["_merge"] == "left_only").to_numpy()
+    return ordered(shape, pd.concat([shipped[stays], own], ignore_index=True))
 
 
-def _rows_at(path: Path, shape: str) -> list[TableRow]:
-    """The rows of the shipped table beside that at `path`, or of that at `path` where none is.
+def _whole(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the task of a chunk or a depth."""
+    return rows.assign(task=whole_tasks(rows)) if "task" in rows else rows
 
-    A table that is damaged or of another shape is set aside. A warning says so.
-    """
+
+def _shipped_rows(path: Path, shape: str) -> pd.DataFrame:
     beside = shipped_beside(path.parents[1])
-    shipped = None if beside is None else beside / "tables" / path.name
-    rows: list[TableRow] = []
-    if path.exists():
-        try:
-            rows = _read(path, shape)
-        except UserError as damage:
-            _set_aside(path, str(damage))
-    if shipped is None or not shipped.exists():
+    shipped = path if beside is None else beside / "tables" / path.name
+    if not shipped.exists():
+        return with_columns(pd.DataFrame(), shape)
+    rows = read_frame(shipped)
+    if shape_of(rows.columns) != shape:
+        raise UserError(f"{shipped}: {NO_TABLE} of this kind of run; delete it")
+    return rows[rows["shipped"] != ""]
+
+
+def ordered(shape: str, rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows in the order of the CSV; a missing number first, but of an asked budget last."""
+    if shape not in ORDER:
         return rows
-    try:
-        return _read(shipped, shape)
-    except UserError as damage:
-        raise UserError(f"{damage}; install the project again") from damage
-
-
-def _read(path: Path, shape: str) -> list[TableRow]:
-    try:
-        rows = read_table(path)
-    except UserError as error:
-        raise UserError(str(error).removesuffix(f"; {ANEW}")) from error
-    if rows and shape_of(rows[0]) != shape:
-        raise UserError(f"{path}: {NO_TABLE} (it is of another kind of run)")
-    return rows
-
-
-def _set_aside(path: Path, damage: str) -> None:
-    # The end of the name keeps everything from taking it for a table.
-    kept = free_path(path.with_name(f"{path.name}.damaged-*"))
-    try:
-        path.replace(kept)
-    except OSError as error:
-        why = error.strerror or error
-        raise UserError(f"{damage}; it cannot be renamed to {kept.name} ({why})") from error
-    log.warning("%s; kept as %s, written anew from the records", damage, kept.name)
+    keys = rows.copy()
+    if shape == "accuracy":
+        keys["whole"] = whole_tasks(rows)
+        keys[["first", "second"]] = rows["task"].str.extract(r"\[(\d+)\D+(\d+)").astype(float)
+        metrics = sorted(set(rows["metric"]), key=rank)
+        keys["rank"] = rows["metric"].map({metric: at for at, metric in enumerate(metrics)})
+    if "asked_budget" in keys:
+        keys["asked_budget"] = keys["asked_budget"].fillna(1)
+    keys = keys.sort_values(ORDER[shape].split(), na_position="first", kind="stable")
+    return rows.loc[keys.index]
 
 
 # A terminal, and what the project ships
@@ -245,11 +191,9 @@ def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
     """
     from harness.results.pages import render_terminal
 
-    pairs = with_rows(records, elsewhere)
-    rows: list[TableRow] = []
-    for shape in TABLES:
-        rows += _ordered(shape, _of_shape(pairs, shape))
-    return render_terminal(rows)
+    frames = frames_of(records, elsewhere)
+    texts = [render_terminal(ordered(shape, frames[shape])) for shape in frames]
+    return "\n\n".join(filter(None, texts))
 
 
 def ship(results_dir: Path) -> None:
@@ -258,41 +202,25 @@ def ship(results_dir: Path) -> None:
     Raises UserError.
     """
     for path in sorted(results_dir.glob("tables/*.csv")):
-        rows = [row | {"shipped": "yes"} for row in read_table(path)]
-        shape = shape_of(rows[0]) if rows else ""
-        if not rows or shape in MADE:
-            continue
-        if shape == "capacity" or rows[0]["source"] != "modelled":
-            _write(path, shape, _ordered(shape, rows))
+        rows = read_frame(path)
+        shape = shape_of(rows.columns)
+        is_predicted = shape != "capacity" and (rows["source"] == "modelled").any()
+        if shape not in MADE and not is_predicted:
+            _write(path, shape, ordered(shape, rows.assign(shipped="yes")))
 
 
-def _write(path: Path, shape: str, rows: TableRows) -> None:
+def _write(path: Path, shape: str, rows: pd.DataFrame) -> None:
+    """Write a table and its page, or remove those of a table without rows."""
     from harness.results.pages import render_markdown
 
-    write_atomic(path, render_csv(TABLES[shape], rows))
-    if shape not in board_sources.SHAPES.values():
-        write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
-
-
-def _ordered(shape: str, rows: TableRows) -> TableRows:
-    """In the order of the CSV; points of an analysis as they were made."""
-    if shape in board_sources.SHAPES.values():
-        return board_sources.ordered(rows)
-    return rows if shape == "analysis" else sorted(rows, key=_sort_key)
-
-
-def _sort_key(row: TableRow) -> tuple[Any, ...]:
-    """Chunks by their position, a missing number first, the run's id last."""
-    task, _, chunk = str(row.get("task", "")).partition("[")
-    position = list(map(int, re.findall(r"\d+", chunk)))
-    names: tuple[str, ...] = ("batch_size", "prompt_len", "gen_len", "seq_len")
-    if "largest_batch" in row:  # the batches of a run stand together
-        task = str(row["platform"])
-        names = ("prompt_len", "gen_len", "memory_bytes", "batch_size")
-    shape = [row.get(name) or 0 for name in names]
-    budget = row.get("budget") or 0
-    metric = rank(str(row.get("metric", "")))
-    return row["model"], row["label"], task, *shape, budget, position, metric, row["run_id"]
+    page = path.with_suffix(".md")
+    if rows.empty:
+        path.unlink(missing_ok=True)
+        page.unlink(missing_ok=True)
+        return
+    write_atomic(path, csv_of(rows, shape))
+    if shape not in board_evidence.SHAPES.values():
+        write_atomic(page, render_markdown(path.stem, rows))
 
 
 if __name__ == "__main__":

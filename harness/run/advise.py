@@ -207,8 +207,11 @@ def advise(config: RunConfig) -> str:
     """
     options, left = options_of(config)
     lines = [*first_lines(options), "", *recommendation(options), ""]
+    brief = KNOWN["in_terminal"]
     for sheet in sheets(options):
-        lines += [terminal(sheet), ""]
+        table = sheet.table.rename(columns=brief)
+        shown = [heading for heading in brief.values() if heading in table]
+        lines += [terminal(sheet._replace(table=table[shown])), ""]
     path = Path(config.results_dir) / "advise.json"
     write_atomic(path, json.dumps(as_data(options), indent=1) + "\n")
     return "\n".join([*lines, *sources(config, options, left), f"All options: {path}"])

@@ -48,7 +48,7 @@ from harness.errors import (
     nearest,
     one_line,
 )
-from harness.files import until_settled
+from harness.files import holding
 from harness.model.resources import Resources
 from harness.results import archive
 from harness.run import runner, status
@@ -237,7 +237,8 @@ class Jobs:
         draw = self.draw
         if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
-            figures = until_settled(results, "tables/*.csv", lambda: draw(results))
+            with holding(results / "tables", wait=True):  # another process may write them
+                figures = draw(results)
             names = [path.name for path in figures if path.suffix == ".png"]
             if names:
                 print(f"figures are in {figures[0].parent}: {', '.join(names)}")

@@ -30,13 +30,11 @@ from harness.errors import (
     reason,
     to_record,
 )
-from harness.files import HeldError, holding, stated_memory, until_settled
+from harness.files import HeldError, holding, stated_memory
 from harness.model.resources import Resources
 from harness.results import environment, inputs
 from harness.results import record as records
-from harness.results import write as tables
 from harness.results.metrics import BUDGET, DEVICE_FRAC, TOKENS_EVICTED
-from harness.results.samples import full_runs
 from harness.run.kinds import digests_of, measurement_of, require_length
 from harness.settings import own_method
 from harness.settings.config import RunConfig
@@ -80,31 +78,26 @@ class Run:
 
     def is_finished(self) -> bool:
         """True if there is a finished record of it."""
-        record, _ = self.found()
+        record = self.found()
         return record is not None and record["status"] == "finished"
 
     def why_again(self) -> str | None:
         """Why a run that was started before is to run again, in words for the user; None where it
         is new."""
-        record, damage = self.found()
-        if damage is not None:
-            return f"{damage}; kept as {records.aside(self.path).name}, run again"
+        record = self.found()
         if record is None:
-            other = records.made_by_other_code(self.path)
-            if not other:
+            settings = records.settings_of(self.path.parent.name)
+            same = self.path.parents[1].glob(f"{settings}-*/record.json")
+            made = records.current(map(records.read_record, same))
+            if not made:
                 return None
-            return f"{self.title}: made by other code (record {other}), run again"
+            return f"{self.title}: made by other code (record {made[0]['run_id']}), run again"
         error = f" ({record['error']})" if record["error"] else ""
         return f"{self.title}: {record['status']} before{error}, run again"
 
-    def found(self) -> tuple[dict[str, Any] | None, UserError | None]:
-        """The record, or the damage of it; neither where there is none."""
-        try:
-            return records.read_record(self.path), None
-        except FileNotFoundError:
-            return None, None
-        except UserError as error:
-            return None, error
+    def found(self) -> dict[str, Any] | None:
+        """The record; None where there is none. Raises UserError where it is damaged."""
+        return records.read_record(self.path) if self.path.is_file() else None
 
 
 def require_devices(configs: Iterable[RunConfig]) -> None:
@@ -149,7 +142,7 @@ def run(
             _warn(todo.path.parents[3])
         if todo.is_finished():  # by another process meanwhile
             return _skip(todo, say)
-        record, damage = todo.found()
+        record = todo.found()
         if since is None:
             why = todo.why_again()
             if why:
@@ -158,8 +151,6 @@ def run(
             ended = todo.path.stat().st_mtime
             if ended > since:
                 raise from_record("failed in another process: ", record["error"])
-        if damage is not None:
-            todo.path.replace(records.aside(todo.path))
         _record(todo, resources)
     return todo.path
 
@@ -192,10 +183,13 @@ def relabel(finished: Run) -> None:
 def report(paths: Sequence[Path]) -> str:
     """Bring the tables of the records' experiments up to date. Returns these records as a table to
     print."""
+    # Here, as a command's help needs no pandas.
+    from harness.results import write as tables
+    from harness.results.samples import full_runs
+
     folders = dict.fromkeys(path.parent.parent for path in paths)
     for folder in folders:
-        update = partial(tables.update, folder.parent.parent, folder.name)
-        until_settled(folder, "*/record.json", update)
+        tables.update(folder.parent.parent, folder.name)
     everywhere = partial(full_runs, *dict.fromkeys(folder.parent.parent for folder in folders))
     return tables.summary((records.read_record(path) for path in dict.fromkeys(paths)), everywhere)
 

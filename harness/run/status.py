@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from harness.errors import UserError
 from harness.results import record as records
 from harness.run.runner import Run, is_held
 
@@ -39,7 +38,7 @@ class Progress(NamedTuple):
 def of_runs(runs: Iterable[Run]) -> Iterator[Progress]:
     """How far the runs of a command are."""
     for run in runs:
-        yield _progress(run.title, run.path, *run.found())
+        yield _progress(run.title, run.path, run.found())
 
 
 def of_folder(results_dir: str | Path) -> Iterator[Progress]:
@@ -55,12 +54,8 @@ def of_folder(results_dir: str | Path) -> Iterator[Progress]:
     yield from best.values()
 
 
-def _progress(
-    title: str, path: Path, record: Mapping[str, Any] | None, damage: UserError | None = None
-) -> Progress:
+def _progress(title: str, path: Path, record: Mapping[str, Any] | None) -> Progress:
     experiment = path.parts[-3]
-    if damage is not None:
-        return Progress(experiment, title, "failed", error=str(damage))
     if record is None:
         return Progress(experiment, title, "missing")
     status, seconds = record["status"], record["seconds"]

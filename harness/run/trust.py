@@ -13,16 +13,18 @@ from __future__ import annotations
 import datetime
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from torch import Tensor
 
+from harness.checks.two_ways import open_live, open_replay
 from harness.data.tasks import load_suite
 from harness.data.text import corpus_ids, windows_of
 from harness.decode.session import LiveSession
@@ -32,14 +34,12 @@ from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.resources import Resources
 from harness.model.shape import read_yaml
-from harness.replay.session import ReplaySession
-from harness.replay.setup import prepare
+from harness.replay.setup import Setup, prepare
 from harness.results.inputs import code_digest
 from harness.results.metrics import CLAIM, LABEL
-from harness.results.sheet import Sheet, markdown, terminal
+from harness.results.sheet import Sheet, markdown, wrapped
 from harness.run.compose import load
-from harness.scoring.answers import Request, Score
-from harness.scoring.evaluation import ReplayEngine, run_task, running_lm_eval
+from harness.scoring.evaluation import ReplayEngine, prefill_of, run_task, running_lm_eval
 from harness.scoring.perplexity import run_perplexity
 from harness.settings.config import RunConfig
 from harness.settings.paths import COMMAND
@@ -59,31 +59,6 @@ class Seen(NamedTuple):
     words: str
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The model that is looked at, and the settings of its runs."""
-
-    config: RunConfig
-    loaded: LoadedModel
-
-    def run(self, *words: str) -> RunConfig:
-        """The settings of a run of this model."""
-        made = load(words)
-        return replace(made, model=self.config.model, data=self.config.data)
-
-    @cached_property
-    def asked(self) -> Asked:
-        """One task, as it is scored here and by lm-eval's own model."""
-        return _asked(self)
-
-    @cached_property
-    def text(self) -> Tensor:
-        """The first tokens of the corpus, [1, PROMPT + STEPS]."""
-        config = self.run("experiment=perplexity")
-        ids = corpus_ids(config.corpus, config.data, self.loaded.reader)
-        return torch.tensor([ids[: PROMPT + STEPS]], device=self.loaded.model.device)
-
-
 class Asked(NamedTuple):
     """Token ids of each context and choice, their log-likelihoods, and the right answers: here, and
     by lm-eval's HFLM."""
@@ -96,54 +71,62 @@ class Asked(NamedTuple):
     own_right: float
 
 
-def _asked(subject: Subject) -> Asked:
-    from lm_eval import evaluate
-    from lm_eval.models.huggingface import HFLM
+@dataclass(frozen=True)
+class Subject:
+    """The model that is looked at, and the settings of its runs."""
 
-    task = "kv_recall"
-    config = subject.run(
-        "experiment=tasks",
-        "method=full",
-        f"tasks=[{task}]",
-        f"num_samples={LOOKED_AT['questions']}",
-    )
-    found = load_suite(config, subject.loaded).tasks[task]
+    config: RunConfig
+    loaded: LoadedModel
 
-    class Noting(ReplayEngine):
-        scores: list[float]
+    def run(self, *words: str) -> RunConfig:
+        """The settings of a run of this model."""
+        made = load(words)
+        return replace(made, model=self.config.model, data=self.config.data)
 
-        def score(self, requests: Sequence[Request]) -> list[Score]:
-            made = super().score(requests)
-            self.scores = [score.log_likelihood for score in made]
-            return made
+    @contextmanager
+    def living(self, *words: str) -> Iterator[tuple[LiveSession, Setup]]:
+        """A live session of a run with these settings, its cache on the device."""
+        config = self.run("experiment=latency", "placement=device", *words)
+        with attach(self.loaded.model) as attached:
+            setup = prepare(config, self.loaded, attached, list)
+            with closing(open_live(attached, setup, STEPS, placement="device")) as session:
+                yield session, setup
 
-    class NotingHFLM(HFLM):
-        ids: list[list[int]]
-        scores: list[float]
+    @cached_property
+    def asked(self) -> Asked:
+        """One task, as it is scored here and by lm-eval's own model."""
+        from lm_eval import evaluate
+        from lm_eval.models.huggingface import HFLM
 
-        def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
-            made = super()._loglikelihood_tokens(requests, **options | {"disable_tqdm": True})
-            self.ids = [[*context, *continuation] for _, context, continuation in requests]
-            self.scores = [float(score) for score, _ in made]
-            return made
+        task, count = "kv_recall", LOOKED_AT["questions"]
+        config = self.run("experiment=tasks", "method=full", f"tasks=[{task}]")
+        found = load_suite(config, self.loaded).tasks[task]
+        own = HFLM(pretrained=self.loaded.model, tokenizer=self.loaded.tokenizer, batch_size=1)
+        engine = ReplayEngine(config, self.loaded, task, sys.stderr)
 
-    engine = Noting(config, subject.loaded, task, sys.stderr)
-    _, metrics, _ = run_task(found, engine)
-    stock = NotingHFLM(
-        pretrained=subject.loaded.model, tokenizer=subject.loaded.tokenizer, batch_size=1
-    )
-    with running_lm_eval(f"task {task}"):
-        results = evaluate(
-            stock, {"tasks": {task: found}}, limit=LOOKED_AT["questions"], bootstrap_iters=0
-        )
-    return Asked(
-        [list(request.ids) for request in engine.requests],
-        engine.scores,
-        metrics["acc"],
-        stock.ids,
-        stock.scores,
-        results["results"][task]["acc,none"],
-    )
+        def scored(lm: Any) -> tuple[list[float], float]:
+            with running_lm_eval(f"task {task}"):
+                results = evaluate(lm, {"tasks": {task: found}}, limit=count, bootstrap_iters=0)
+            scores = []
+            for logged in results["samples"][task]:
+                scores += [float(score) for score, _ in logged["filtered_resps"]]
+            return scores, results["results"][task]["acc,none"]
+
+        scores, right = scored(engine.lm(prefill_of(task, config, writes=False, task=found)))
+        own_scores, own_right = scored(own)
+        ids = [list(request.ids) for request in engine.requests]
+        own_ids = []
+        for instance in found.instances:
+            context, continuation = own._encode_pair(*instance.args)
+            own_ids.append([*context, *continuation])
+        return Asked(ids, scores, right, own_ids, own_scores, own_right)
+
+    @cached_property
+    def text(self) -> Tensor:
+        """The first tokens of the corpus, [1, PROMPT + STEPS]."""
+        config = self.run("experiment=perplexity")
+        ids = corpus_ids(config.corpus, config.data, self.loaded.reader)
+        return torch.tensor([ids[: PROMPT + STEPS]], device=self.loaded.model.device)
 
 
 # The checks
@@ -157,8 +140,9 @@ def one_start_token(subject: Subject) -> Seen:
         first_other = next(at for at, token in enumerate(ids) if token != start)
         counts.add(first_other)
     same = subject.asked.ids == subject.asked.own_ids
+    listed = ", ".join(map(str, sorted(counts)))
     words = f"{len(subject.asked.ids)} contexts with choices, token ids {_equal(same)} HFLM's"
-    return Seen(same and max(counts) <= 1, f"{words}; start tokens: {_listed(counts)}")
+    return Seen(same and max(counts) <= 1, f"{words}; start tokens: {listed}")
 
 
 def the_answer_begins_as_the_task_says(subject: Subject) -> Seen:
@@ -201,23 +185,15 @@ def the_budget_bites(subject: Subject) -> Seen:
 
 def generated_tokens_are_quantized(subject: Subject) -> Seen:
     """In the first layer, whose input no codec changes, keys of decode steps are codes."""
-    stored: dict[str, Tensor] = {}
+    stored = []
     codec = IntegerCodec("int4")
     for name in ("fp32", codec.name):
-        config = subject.run(
-            "experiment=latency", "method=full", "placement=device", f"codec={name}"
-        )
-        with attach(subject.loaded.model) as attached:
-            setup = prepare(config, subject.loaded, attached, list)
-            session = LiveSession(
-                attached, setup.method, codec=setup.codec, max_new_tokens=STEPS, placement="device"
-            )
-            with closing(session):
-                _steps(session, subject.text)
-                store = session.stores[0]
-                rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS - 1])
-                stored[name] = rows.keys.float()[:, :, PROMPT:]
-    keys, coded = stored["fp32"], stored[codec.name]
+        with subject.living("method=full", f"codec={name}") as (session, _):
+            _steps(session, subject.text)
+            store = session.stores[0]
+            rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS - 1])
+            stored.append(rows.keys.float()[:, :, PROMPT:])
+    keys, coded = stored
     words = f"{keys.shape[2]} tokens after the prompt under INT4"
     if coded.shape != keys.shape:
         return Seen(False, f"{words}: {coded.shape[2]} of them are codes")
@@ -255,25 +231,14 @@ def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
 def live_is_replay(subject: Subject) -> Seen:
     """Decode steps, which are timed, and replay, which is scored, give equal logits."""
     apart = {}
+    ids, real = subject.text[:, :-1], torch.ones_like(subject.text, dtype=torch.bool)
     for method in LOOKED_AT["live"]:
-        config = subject.run("experiment=latency", f"method={method}", "placement=device")
-        with attach(subject.loaded.model) as attached:
-            setup = prepare(config, subject.loaded, attached, list)
-            options: dict[str, Any] = {"codec": setup.codec, "calibration": setup.calibration}
-            steps: dict[str, Any] = {"max_new_tokens": STEPS, "placement": "device"}
-            with closing(LiveSession(attached, setup.method, **options, **steps)) as session:
-                lived = _steps(session, subject.text)
-            ids, real = subject.text, torch.ones_like(subject.text, dtype=torch.bool)
-            replayed = ReplaySession(
-                attached,
-                setup.method,
-                final_lengths=real.sum(-1),
-                num_columns=ids.shape[1],
-                **options,
-            )
+        with subject.living(f"method={method}") as (session, setup):
+            lived = _steps(session, subject.text)
+            replayed = open_replay(session.attached, setup, real)
             replayed.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-            hidden = replayed.decode(ids[:, PROMPT:-1], real[:, PROMPT:-1])
-            logits = attached.logits(hidden)
+            hidden = replayed.decode(ids[:, PROMPT:], real[:, PROMPT:-1])
+            logits = session.attached.logits(hidden)
         apart[method] = float((lived - logits).abs().max() / logits.abs().max())
     worst = max(apart, key=lambda method: (math.isnan(apart[method]), apart[method]))
     words = f"{STEPS - 1} steps of {', '.join(apart)}: logits within {apart[worst]:.0e} ({worst})"
@@ -303,10 +268,6 @@ def _equal(same: bool) -> str:
     return "equal to" if same else "unlike"
 
 
-def _listed(numbers: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
-
-
 def run_trust(config: RunConfig, resources: Resources) -> None:
     """Make every check, print it, and write `trust.md` of the results folder.
 
@@ -326,9 +287,11 @@ def run_trust(config: RunConfig, resources: Resources) -> None:
             seen = check(subject)
         except UserError as error:
             seen = Seen(False, str(error))
-        lines.append([name, "holds" if seen.holds else "FAILS", seen.words])
-    sheet = Sheet("Checks", [LABEL.heading, "verdict", CLAIM.heading], lines)
-    print(terminal(sheet))
+        verdict = "holds" if seen.holds else "FAILS"
+        lines.append([name, verdict, seen.words])
+        print(wrapped(f"{name}: {verdict}; {seen.words}"), flush=True)
+    header = [LABEL.heading, "verdict", CLAIM.heading]
+    sheet = Sheet("Checks", pd.DataFrame(lines, columns=header))
     path = Path(config.results_dir) / "trust.md"
     made = f"on {datetime.date.today()}, of {subject.loaded.name} and code {code_digest()[:12]}"
     words = f"Checks that ran {made}. `{COMMAND} experiment=trust` makes them again."

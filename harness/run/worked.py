@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pandas as pd
+
 from harness.errors import UserError
 from harness.files import write_atomic
 from harness.results.metrics import LABEL
-from harness.results.sheet import Sheet, pipes
+from harness.results.sheet import Sheet, pipes, sheet_of
 from harness.run.advise import (
     COLUMNS,
     KNOWN,
@@ -67,13 +69,11 @@ def pages(readme: str) -> tuple[str, str]:
 def in_readme(options: Sequence[Option]) -> str:
     """README's rows of the answer, and what was measured beside them."""
     known = KNOWN["in_readme"]
-    lines = []
+    best = []
     for key, place in known["rows"]:
-        placed = (one for one in options if (one.key, one.place) == (key, place))
-        best = next(placed)
-        lines.append([COLUMNS[name](best) for name in known["columns"]])
-    sheet = Sheet("", list(known["columns"].values()), lines)
-    return "\n\n".join([pipes(sheet), timed()])
+        best.append(next(one for one in options if (one.key, one.place) == (key, place)))
+    shown = {heading: COLUMNS[name] for name, heading in known["columns"].items()}
+    return "\n\n".join([pipes(sheet_of("", best, shown)), timed()])
 
 
 def beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
@@ -87,7 +87,7 @@ def beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
         source = "; ".join([seen["source"], *([seen["because"]] if "because" in seen else [])])
         lines.append([seen["what"], f"{predicted:.3g}", f"{seen['value']:g}", error, source])
     header = [LABEL.heading, "modelled", "seen", "error (%)", "source"]
-    return Sheet("", header, lines)
+    return Sheet("", pd.DataFrame(lines, columns=header))
 
 
 def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:

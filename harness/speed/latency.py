@@ -10,7 +10,6 @@ prefills for itself, as does a run that streams weights.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from harness.model.load import LoadedModel
 from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
+from harness.results.environment import num_cores
 from harness.settings.config import LatencyConfig, RunConfig
 from harness.settings.kinds import Outcome, find
 from harness.speed.link_rate import LinkRate, disk_rate, link_rate
@@ -152,11 +152,8 @@ def compute_threads(device: torch.device) -> Iterator[int]:
     Every label has the same number, ideal included.
     """
     before = torch.get_num_threads()
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
     if device.type == "cpu":
-        torch.set_num_threads(max(1, cores - 1))
+        torch.set_num_threads(max(1, num_cores() - 1))
     try:
         yield torch.get_num_threads()
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from benchmarks import parity
 from harness.model.attach import attach
 from harness.settings.codecs import codec_names
 from harness.settings.schema import options
+from tests.conftest import forget
 from tests.living import tiny
 from tests.replaying import token_ids
 
@@ -63,34 +63,32 @@ def topk_soft_collision_scores_blockwise(q_probs, key_buckets, v_mag, allowed_bo
     probs = q_probs[:, :, 0].gather(-1, key_buckets)
     return (probs.sum(2) * v_mag).unsqueeze(2).topk(M).indices, None
 """
-KNORM = """
-class KnormPress:
-    def score(self, module, hidden, keys, values, attentions, kwargs):
-        return -keys.norm(dim=-1)
+TOVA_CACHE = """
+from . import position
+
+class TOVACache:
+    def reduce(self, layer, weights):
+        best = position(weights.mean(1)[:, 0], self.cache_size).sort().values
+        at = best[:, None, :, None].expand(-1, self.key_cache[0].shape[1], -1, self.key_cache[0].shape[3])
+        self.value_cache[layer] = self.value_cache[layer].gather(2, at)
+"""
+PACKAGE = """
+def position(weights, count):
+    return weights.topk(count).indices
+
+import nothing_of_this_name
 """
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_imported_for_good(monkeypatch):
-    """Installed, kvpress and gguf are out of sight meanwhile."""
-
-    def loaded() -> list[str]:
-        return [name for name in sys.modules if name.partition(".")[0] in ("kvpress", "rkv")]
-
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in ("kvpress", "gguf") else find_spec(name)
-    )
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    before = {name: sys.modules.pop(name) for name in loaded()}
+def nothing_is_imported_for_good(tmp_path):
+    before = set(sys.modules)
     yield
-    for name in loaded():
-        del sys.modules[name]
-    sys.modules.update(before)
+    forget(tmp_path, set(sys.modules) - before)
 
 
 def write(root: Path, name: str, text: str) -> Path:
-    path = root / parity.COMPARISONS[name].file
+    path = root / parity.COMPARISONS[name].source.split()[1]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return root
@@ -119,9 +117,7 @@ def test_the_same_rule_agrees_and_another_does_not(tmp_path):
 
 
 def test_soft_collisions_agree_with_probabilities_of_corners(tmp_path):
-    right = write(tmp_path / "right", "socket", SOCKET.replace("SIGN * ", ""))
-    printed = lines(write(right, "knorm", KNORM))
-    assert agreement(printed, "knorm") == 100, "a package is imported from its folder"
+    printed = lines(write(tmp_path / "right", "socket", SOCKET.replace("SIGN * ", "")))
     assert agreement(printed, "socket") == pytest.approx(100, abs=0.2)  # rounding may decide between two tokens
     always_read = agreement(printed, "socket, first and recent")
     assert 50 < always_read < agreement(printed, "socket"), "best tokens that are always read leave places empty"
@@ -129,15 +125,20 @@ def test_soft_collisions_agree_with_probabilities_of_corners(tmp_path):
     assert agreement(lines(wrong), "socket") < 50
 
 
-def test_what_cannot_be_compared_is_one_line_each(tmp_path, capsys):
+def test_a_package_that_fails_is_there_as_far_as_it_came(tmp_path):
+    """Below the folder that is given, at any depth."""
+    (write(tmp_path / "deep", "tova", TOVA_CACHE) / "src" / "__init__.py").write_text(PACKAGE)
+    assert agreement(lines(tmp_path), "tova") == 100
+
+
+def test_what_cannot_be_compared_is_one_line_each(tmp_path):
     broken = write(tmp_path, "tova", "import nothing_of_this_name\n")
     printed = lines(broken)
     assert len(printed) == len(parity.COMPARISONS) and all(line.startswith("skipped ") for line in printed)
-    assert "skipped tova: cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this_name'" in printed
-    of = "it is part of https://github.com/FasterDecoding/SnapKV"
-    assert f"skipped snapkv, average: snapkv/monkeypatch/snapkv_utils.py is in no --source; {of}" in printed
-    assert parity.main(["--source", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err == f"error: --source {tmp_path / 'none'}: no such folder\n"
+    of_tova = "skipped tova, of https://github.com/schwartz-lab-NLP/TOVA: cannot be imported: "
+    assert f"{of_tova}ModuleNotFoundError: No module named 'nothing_of_this_name'" in printed
+    of_snapkv = "skipped snapkv, average, of https://github.com/FasterDecoding/SnapKV: "
+    assert f"{of_snapkv}snapkv/monkeypatch/snapkv_utils.py is in no --source" in printed
 
 
 def test_the_ledger_names_methods_that_there_are_and_every_comparison():
@@ -147,4 +148,5 @@ def test_the_ledger_names_methods_that_there_are_and_every_comparison():
     named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
     assert named <= {*options("method"), *codec_names()}
     for each in parity.COMPARISONS.values():
-        assert each.file in text, each.file
+        repository, file = each.source.split()
+        assert repository in text and f"`{file}`" in text, each.source

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harness.checks.contract import CHECKS, MODELS, OF_CODECS, BrokenError, _refusal, judge
-from harness.checks.two_ways import HostRun, Trial, live_on_host
+from harness.checks.two_ways import HostRun, Trial
 from harness.decode.links import EmulatedLink
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -76,7 +76,7 @@ def live(family: str, name: str) -> Result:
 @cache
 def on_host(family: str, name: str) -> HostRun:
     with attached_with_link(family) as (attached, link):
-        return live_on_host(Trial(attached, link, setup_of(attached, CASES[name]), PADDED))
+        return Trial(attached, link, setup_of(attached, CASES[name]), PADDED).on_host
 
 
 @pytest.mark.parametrize(("name", "family"), RUNS)

@@ -10,6 +10,7 @@ import torch
 
 from harness.checks import families
 from harness.checks.families import TABLE, check_family, early_queries, main, methods_agree, own_logits, tiny_family
+from harness.checks.two_ways import Trial
 from harness.model.attached import Attached
 
 VERDICTS = {  # the verdict, the kinds of layers, and what is said
@@ -51,7 +52,7 @@ ZEROS = torch.zeros(2, families.STEPS + 1, 256)
     [
         (own_logits, Attached, "logits", lambda got: 1.01 * got, "the full cache: logits are off"),
         (early_queries, Attached, "early_query", lambda got: got + 1e-6, "an early query is off"),
-        (methods_agree, families, "live", lambda got: got._replace(logits=ZEROS), "full, live: logits are off"),
+        (methods_agree, Trial, "live", lambda got: got._replace(logits=ZEROS), "full, live: logits are off"),
     ],
 )
 def test_the_checks_can_fail(check, place, name, spoil, message, monkeypatch):

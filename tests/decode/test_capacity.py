@@ -1,6 +1,5 @@
 """How many sequences fit: hand-computed sizes and steps, the emulated limit, refusals, the figure."""
 
-import csv
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from harness.model.shape import ModelShape
 from harness.model.tiny import tiny_model
 from harness.paper.costmodel import capacity as modelled
 from harness.paper.costmodel.schemes import Efficiency, Platform
-from harness.results import columns
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.run.kinds import measurement_of
@@ -37,7 +35,7 @@ from plots.drawing import figure_of
 from tests.cases import CASES
 from tests.decode.test_needs import prompts_of
 from tests.living import PROMPT, attached_with_link, calibration_of, open_live, tiny
-from tests.runs import reading, tiny_loaded
+from tests.runs import reading, rows_at, tiny_loaded
 
 EXACT = Efficiency(1.0, 1.0, 1.0)
 SHAPE = ModelShape("tiny", 4, 64, 4, 2, 16, 128, 3, 256, 1)
@@ -197,9 +195,9 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
     for words in (["system=ideal"], ["system=offload"], ["system=infinigen2+rows"]):
         assert main(["experiment=capacity", *texts[1:], *SHORT, "gen_len=60", *device, *words]) == 0
     capsys.readouterr()
-    with Path("outputs/tables/capacity.csv").open(newline="") as stream:
-        rows = [columns.typed(row) for row in csv.DictReader(stream)]
-    by_label = columns.grouped(rows, lambda row: row["label"])
+    by_label: dict[str, list] = {}
+    for row in rows_at("outputs/tables/capacity.csv"):
+        by_label.setdefault(row["label"], []).append(row)
     assert list(by_label) == ["ideal", "infinigen2+rows", "offload"]
     equal = by_label["ideal"][-1]["largest_batch"]
     assert by_label["offload"][-1]["largest_batch"] > equal > 1
@@ -351,7 +349,7 @@ def test_a_modelled_run_makes_rows(monkeypatch, tmp_path, capsys):
         for system in ("system=ideal", "system=offload"):
             assert main([*words, *more, system, "capacity.host_gib=512"]) == 0
     assert "modelled" in capsys.readouterr().out
-    rows = columns.read_table(Path("outputs/tables/capacity-modelled.csv"))
+    rows = rows_at("outputs/tables/capacity-modelled.csv")
     assert not Path("outputs/tables/capacity.csv").exists()
     assert {row["source"] for row in rows} == {"modelled"}
     by_run = {(row["label"], row["context"]): row for row in rows}

@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from harness.checks import two_ways
+from harness.checks.two_ways import Trial
 from harness.decode.links import open_link
 from harness.decode.session import LiveSession
 from harness.model.attach import attach
@@ -70,7 +70,7 @@ def decode(attached, case: Case, *, may_wait: bool = False, **options) -> tuple[
 @pytest.mark.parametrize("name", CASES)
 def test_live_is_replay_on_a_gpu(attached, link, name):
     case = CASES[name]
-    replayed = two_ways.replay(attached, Setup(case.method, case.codec, calibration_on(attached)), PROMPT_LENGTHS)
+    replayed = Trial(attached, None, Setup(case.method, case.codec, calibration_on(attached)), PROMPT_LENGTHS).replay()
     expected = replayed.logits
     flips = of_codec(case.codec) > TOLERANCE
     tolerance = 3e-2 if flips else 1e-3

@@ -21,7 +21,6 @@ from harness.decode.links import DiskLink, EmulatedLink
 from harness.decode.store import RowFormat, chosen
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.results.columns import read_table
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.settings.codecs import codec_named
@@ -30,7 +29,7 @@ from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 from methods.full import Full
 from tests.cases import CASES, shipped
 from tests.living import PROMPTS, live, make_store, tiny
-from tests.runs import tiny_loaded
+from tests.runs import rows_at, tiny_loaded
 
 CPU = torch.device("cpu")
 
@@ -322,6 +321,6 @@ def test_a_systems_label_makes_a_record_of_what_was_measured(folder, tmp_path_fa
     shape = ["prompt_len=40", "gen_len=8", "warmup_steps=1", "timed_steps=3", "repeats=1", "batch_size=2"]
     words = ["experiment=disk", "sweep=null", "system=infinigen2+rows", f"platform.disk_dir={folder}"]
     assert main([*words, f"results_dir={results}", *shape]) == 0
-    (row,) = read_table(results / "tables/disk.csv")
+    (row,) = rows_at(results / "tables/disk.csv")
     assert (row["source"], row["label"]) == ("measured", "disk+infinigen2+rows")
     assert row["disk_read_bytes"] > row["h2d_bytes"] > 0 and row["hit_rate"] > 0

@@ -114,9 +114,8 @@ def run_id(choice: str = "./mine.py") -> str:
 
 def test_an_edited_file_is_another_run_and_its_place_is_not(own_folder):
     path, first = write(), run_id()
-    write(MINE + "# a comment\n")
-    assert run_id() == first
     write(MINE + "    more = 1\n")
+    assert Run.of(load(["method=./mine.py"])).path.parent.name == first, "a process goes on with the code it has loaded"
     edited = run_id()
     assert edited != first and records.settings_of(edited) == records.settings_of(first)
     elsewhere = own_folder / "elsewhere"
@@ -126,15 +125,15 @@ def test_an_edited_file_is_another_run_and_its_place_is_not(own_folder):
 
 
 @pytest.mark.parametrize(
-    ("choice", "text"),
-    [("./mine.py", "def late():\n    from beside import VALUE\n"), ("package.mine.Mine", "from . import beside\n"),
-     ("package.mine.Mine", "from package.beside import VALUE\n")],
+    ("choice", "text", "other"),
+    [("./mine.py", "def late():\n    from beside import VALUE\n", "beside.py"),
+     ("./mine.py", "import folder.beside\n", "folder/beside.py"),
+     ("package.mine.Mine", "from . import beside\n", "package/beside.py"),
+     ("package.mine.Mine", "", "package/inner/data.py")],
 )  # fmt: skip
-def test_what_lies_beside_the_file_and_is_imported_counts(choice, text):
-    place = "package/" if choice.startswith("package") else ""
-    write(text + MINE, f"{place}mine.py")
-    beside = write("VALUE = 1\n", f"{place}beside.py")
-    unused = write("VALUE = 1\n", f"{place}unused.py")
+def test_what_lies_beside_the_file_and_is_imported_counts_and_all_of_its_package(choice, text, other):
+    write(text + MINE, "package/mine.py" if choice.startswith("package") else "mine.py")
+    beside, unused = write("VALUE = 1\n", other), write("VALUE = 1\n", "unused.py")
     first = run_id(choice)
     unused.write_text("VALUE = 22\n")
     assert run_id(choice) == first

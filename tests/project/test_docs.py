@@ -25,9 +25,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lm_eval._cli import HarnessCLI
 
 import harness
-from harness.checks import methods_page
+from docs import methods_page
 from harness.model.tiny import tiny_model
-from harness.run import samples_command
+from harness.results import lost
 from harness.run.cli import main
 from harness.run.compose import composed, load
 from harness.run.parse import OF_THE_FILE, method_file
@@ -171,7 +171,7 @@ def check_run(arguments: list[str]) -> None:
         check_lm_eval(arguments[1:])
         return
     if arguments[:1] == ["samples"]:
-        samples_command.parser().parse_args(arguments[1:])
+        lost.parser().parse_args(arguments[1:])
         return
     if arguments[:1] == ["advise"]:
         arguments = ["experiment=advise", *arguments[1:]]

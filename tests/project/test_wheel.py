@@ -41,7 +41,7 @@ import sys
 import plots.style
 from harness.settings import paths
 from harness.data.task_plan import own_tasks
-from harness.results.columns import read_table
+from harness.results.columns import read_frame
 from harness.results.environment import describe
 from harness.results.write import update
 from harness.run.compose import load
@@ -49,8 +49,8 @@ assert paths.INSTALLED and str(paths.CONF_DIR).startswith(sys.argv[1])
 assert load(["method=infinigen"]).results_dir == "outputs" and own_tasks()
 assert describe()["commit"] is None
 for folder in ("outputs", "outputs/qwen2.5-coder-0.5b", "mine"):
-    rows = read_table(update(folder, "perplexity"))
-    print(len(rows) > 0 and all(row["shipped"] for row in rows))
+    rows = read_frame(update(folder, "perplexity"))
+    print(len(rows) > 0 and all(rows["shipped"] == "yes"))
 """
     environment = os.environ | {"PYTHONPATH": str(site_packages), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", code, str(site_packages)]

@@ -18,15 +18,15 @@ from harness.data.ruler import make
 from harness.model.attach import attach
 from harness.replay import decode_pass as passes
 from harness.results import record as records
-from harness.results.lost import of_record
+from harness.results.lost import compared, main
 from harness.results.samples import Baselines
-from harness.run.samples_command import main
 from harness.scoring.answers import NeedleRead, Request, needle_read
 from harness.scoring.evaluation import run_tasks, run_turns
 from methods.full import Full
 from methods.oracle import Oracle
 from methods.streaming import Streaming
 from tests.cases import CASES, Case
+from tests.conftest import refused
 from tests.data.test_tasks import loaded, settings  # noqa: F401, a fixture
 from tests.living import tiny
 from tests.replaying import RAGGED, RAGGED_IDS, open_session, pad
@@ -204,10 +204,10 @@ def test_runs_with_other_questions_are_not_compared(tmp_path):
     metrics = {"passkey": TASK_METRICS | shares(0.16)}
     save(tmp_path, ["experiment=fig11", "method=streaming"], metrics, samples={"passkey": others})
     found = {record["config"]["method_name"]: record for record in records.read_all(tmp_path)}
-    assert not list(of_record(found["streaming"], Baselines(found.values())))
-    assert not list(of_record(found["full"], Baselines(found.values())))
     uneven = [sample | {"acc": 0.5} for sample in found["h2o"]["samples"]["passkey"]]
-    assert not list(of_record(found["h2o"] | {"samples": {"passkey": uneven}}, Baselines(found.values())))
+    for record in (found["streaming"], found["h2o"] | {"samples": {"passkey": uneven}}):
+        with refused("no run of the full cache answered the same questions of passkey"):
+            compared(record, Baselines(found.values()))
 
 
 def test_the_command_prints_text_and_json(tmp_path, capsys):
@@ -240,9 +240,9 @@ def test_the_command_prints_text_and_json(tmp_path, capsys):
         ([""], r"RUN=: begins 2 run_ids: "),
         (["FULL"], r"run .*: is the full cache's own; name a run of a method"),
         (["OWN", "--task", "paskey"], r"--task=paskey: did you mean 'passkey'\?"),
-        (["x/record.json"], r"RUN=x/record.json: no such file"),
-        (["TEXT"], r"run .*: of kind=perplexity, which keeps no questions"),
-        (["FAILED"], r"run .*: is failed; only a finished run keeps questions"),
+        (["x/record.json"], r".*x/record.json: No such file"),
+        (["TEXT"], r"run .*: is finished and of kind=perplexity; only finished runs on tasks have questions"),
+        (["FAILED"], r"run .*: is failed and of kind=tasks; only finished runs on tasks"),
         (["ALONE"], r"run .*: no run of the full cache answered the same questions of kv_recall"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from harness.results import record as records
 from harness.results import write as tables
-from harness.results.columns import read_table
+from harness.results.columns import read_frame
 from plots import data, style
 from plots.drawing import figure_of
 from tests.results.test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save, shares
@@ -56,7 +56,7 @@ def markdown_cells(line: str) -> list[str]:
 @pytest.mark.parametrize("name", ["fig11", "latency"])
 def test_a_table_has_every_label_as_it_is(name, results):
     path = results / "tables" / f"{name}.csv"
-    assert {row["label"] for row in read_table(path)} == set(LABELS)
+    assert set(read_frame(path)["label"]) == set(LABELS)
     with path.open(newline="") as stream:
         cells = [cell for row in csv.reader(stream) for cell in row]
     assert [cell for cell in cells if re.match(r"[=+@\t]|-\D*$", cell)] == [], "no spreadsheet computes one"

@@ -9,9 +9,8 @@ import pytest
 
 import plots
 from harness.report import write_report
-from harness.results import columns
-from harness.results.columns import read_table
-from harness.results.write import merged
+from harness.results.columns import csv_of, read_frame
+from harness.results.write import joined
 from harness.run.cli import main
 from harness.settings import paths
 from plots import drawing, style
@@ -63,7 +62,7 @@ def test_no_target_of_make_touches_the_shipped_results(target):
     assert "outputs" in words or target in ("accuracy", "speedup"), "these take the default of results_dir"
 
 
-def test_runs_figures_and_the_report_leave_the_shipped_results_as_they_are(checkout, no_library, monkeypatch):
+def test_runs_figures_and_the_report_leave_the_shipped_results_as_they_are(checkout, monkeypatch):
     monkeypatch.setattr(drawing, "FORMATS", {"svg": drawing.FORMATS["svg"]})
     before = contents(Path("results"))
     report = write_report().read_text()
@@ -73,9 +72,9 @@ def test_runs_figures_and_the_report_leave_the_shipped_results_as_they_are(check
     report = write_report().read_text()
     assert contents(Path("results")) == before
     assert {path.name for path in checkout.iterdir()} == {"outputs", "results"}
-    rows = read_table(Path("outputs/tables/perplexity.csv"))
-    own = {row["label"] for row in rows if not row["shipped"]}
-    assert own == {"Full cache", "H2O", "INT4", "InfiniGen"} < {row["label"] for row in rows}
+    rows = read_frame(Path("outputs/tables/perplexity.csv"))
+    own = set(rows.loc[rows["shipped"] == "", "label"])
+    assert own == {"Full cache", "H2O", "INT4", "InfiniGen"} < set(rows["label"])
     page = Path("outputs/tables/perplexity.md").read_text()
     assert "H2O \\*" in page and "One's own run; the other rows are shipped" in page
     assert "One&#39;s own run" in report and "data:image/svg+xml" in report
@@ -107,16 +106,12 @@ def test_the_figure_of_budgets_has_no_panel_of_single_points(checkout, runs, cap
 
 
 def test_errors_by_layer_keep_every_shipped_curve_beside_ones_own(checkout):
-    shipped = read_table(Path("results/tables/attention_error.csv"))
-    own = []
-    for row in shipped:
-        if row["series"].startswith(("INT4,", "H2O, 10 %")):
-            series = row["series"].replace("H2O, 10 %", "H2O, 41 %")
-            own.append(row | {"num_samples": 2, "shipped": "", "series": series})
-    rows = merged(Path("outputs/tables/attention_error.csv"), "analysis", own)
-    Path("outputs/tables").mkdir(parents=True)
-    csv = columns.render_csv(columns.ANALYSIS, rows)
-    Path("outputs/tables/attention_error.csv").write_text(csv)
+    shipped = read_frame(Path("results/tables/attention_error.csv"))
+    own = shipped[shipped["series"].str.startswith(("INT4,", "H2O, 10 %"))].assign(num_samples=2, shipped="")
+    own["series"] = own["series"].str.replace("H2O, 10 %", "H2O, 41 %")
+    path = Path("outputs/tables/attention_error.csv")
+    path.parent.mkdir(parents=True)
+    path.write_text(csv_of(joined(path, "analysis", own), "analysis"))
     with style.applied():
         before = figure_of(Path("results"), "attention_error")
         after = figure_of(Path("outputs"), "attention_error")
@@ -130,8 +125,8 @@ def test_a_table_that_was_written_before_follows_the_shipped_rows(checkout, caps
     assert main(["method=h2o", "num_windows=2"]) == 0
     path = Path("results/tables/perplexity.csv")
     path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if ",int1," not in line))
-    assert any(row["method"] == "int1" for row in read_table(Path("outputs/tables/perplexity.csv")))
+    own = Path("outputs/tables/perplexity.csv")
+    assert "int1" in set(read_frame(own)["method"])
     assert main(["method=int4", "num_windows=2"]) == 0
-    methods = [row["method"] for row in read_table(Path("outputs/tables/perplexity.csv")) if not row["shipped"]]
-    assert set(methods) == {"h2o", "int4"}
-    assert not any(row["method"] == "int1" for row in read_table(Path("outputs/tables/perplexity.csv")))
+    rows = read_frame(own)
+    assert set(rows.loc[rows["shipped"] == "", "method"]) == {"h2o", "int4"} and "int1" not in set(rows["method"])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 from dataclasses import asdict
@@ -28,8 +27,7 @@ from harness.run.kinds import digests_of
 from harness.settings.kinds import Outcome
 from tests.runs import outcome, reading, start, tiny_loaded
 
-CODE = ("code:method", "code:harness")
-
+CODE = ("code:sources",)
 H2O = ["method=h2o"]
 MORE = "\nMORE = 1\n"
 
@@ -44,9 +42,9 @@ def sources(monkeypatch, tmp_path):
 
 
 def edit(file, text):
-    """Append to a source, at another time."""
+    """Append to a source; a process that starts now reads it."""
     file.write_text(file.read_text() + text)
-    os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
+    inputs.source_line.cache_clear()
 
 
 # Identity
@@ -139,11 +137,11 @@ def test_the_code_that_makes_another_run_of_the_same_settings(sources):
     config = load(["method=h2o"])
     before = digests_of(config)
     for file, text, counts in (
-        *((f"methods/{name}.py", MORE, True) for name in ("h2o", "codecs/turbo")),
+        *((f"methods/{name}.py", MORE, True) for name in ("h2o", "streaming", "codecs/turbo")),
         *((f"harness/{name}.py", MORE, True) for name in ("scoring/perplexity", "replay/session", "data/text")),
         *((f"harness/{name}.py", MORE, True) for name in ("settings/task_config", "results/samples")),
-        ("methods/h2o.py", '\n# a comment\n"""words"""\n', False),
-        ("methods/streaming.py", MORE, False),
+        ("methods/codecs/int4.yaml", MORE, True),
+        ("methods/h2o.py", "\n# a comment\n", True),
         *((f"harness/{name}.py", MORE, False) for name in ("speed/timed_run", "run/runner")),
     ):
         unchanged = (sources / file).read_text()
@@ -154,7 +152,7 @@ def test_the_code_that_makes_another_run_of_the_same_settings(sources):
         (sources / file).write_text(unchanged)
 
 
-def test_a_run_of_other_code_is_named_and_run_again_and_the_present_code_counts(runs, sources, capsys):
+def test_a_run_of_other_code_is_named_and_run_again_and_the_newest_counts(runs, sources, capsys):
     old = start(H2O)
     edit(sources / "methods/h2o.py", MORE)
     new = start(H2O)
@@ -165,13 +163,8 @@ def test_a_run_of_other_code_is_named_and_run_again_and_the_present_code_counts(
     assert first["settings_id"] == second["settings_id"] == old.parent.name.partition("-")[0]
     later = first | {"started": "2999-01-01"}
     for order in ([later, second], [second, later]):
-        assert records.current(order) == [second], "before a newer one of other code"
-    edit(sources / "methods/h2o.py", MORE)
-    assert records.current([second, later]) == [later], "neither is of the present code: the newest"
+        assert records.current(order) == [later]
     assert records.current([second | {"status": "failed"}]) == []
-    gone = later | {"method_module": "methods.gone", "kind": "gone"}
-    for order in ([gone], [gone, second | {"started": "2998"}]):
-        assert records.current(order) == [gone], "of a method and a kind that are no more"
 
 
 # Values and damage
@@ -202,29 +195,31 @@ def rewritten(**changed):
 
 DAMAGED = {
     "truncated": lambda text: text[: len(text) // 2],
+    "no text": lambda text: "[" * 10**5,
+    "no record": lambda text: "[]",
     "another run's": rewritten(run_id="0"),
     "a number changed": lambda text: text.replace('"nll": 2.5', '"nll": 2.4'),
     "without digest": lambda text: text.replace('"digest": "', '"other": "'),
     "not a number": lambda text: text.replace('"nll": 2.5', '"nll": NaN'),
-    "an unknown status": rewritten(status="fine"),
     "of another version": rewritten(schema=records.SCHEMA - 1),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_record_is_named_kept_and_run_again(damage, runs, capsys, caplog):
+def test_a_damaged_record_is_refused_in_one_line_that_names_it(damage, runs, capsys):
+    """By whatever reads it: another run of the folder, which is recorded nonetheless, and its own."""
     path = start(H2O)
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
     path.write_text(damaged)
-    assert records.read_records(path.parents[3], "perplexity") == []
-    (said,) = caplog.messages
-    assert str(path) in said and "\n" not in said and len(said) < len(str(path)) + 160
-    assert start(H2O) == path and len(runs.configs) == 2
-    assert records.read_record(path)["status"] == "finished"
-    assert (path.parent / "record.damaged-1.json").read_text() == damaged
-    said = capsys.readouterr().out
-    assert said.startswith(f"{path}: damaged record") and "record.damaged-1.json" in said
+    assert main(["method=int4"]) == 2 and main(H2O) == 2 and len(runs.configs) == 2
+    refusals = capsys.readouterr().err.splitlines()
+    assert len(refusals) == 2 and path.read_text() == damaged
+    for refusal in refusals:
+        assert refusal.startswith(f"error: {path}: ") and refusal.endswith("; delete it, and its run is done again")
+        assert len(refusal) < len(str(path)) + 180
+    path.unlink()
+    assert main(H2O) == 0 and records.read_record(path)["status"] == "finished"
 
 
 # How a run may end
@@ -347,10 +342,9 @@ def test_the_environment_of_a_gpu_has_its_driver_link_and_clocks(monkeypatch, tm
     smi.write_text(SMI.replace('echo "GPU-bbbb', '# echo "'))
     assert environment.describe(["cuda:0"])["gpus"][0]["sm_mhz"] == 345, "a part of the only one"
     assert environment.describe(["cpu"])["gpus"] is environment.describe()["gpus"] is None
-    shown = dict(page._readable(found))
+    shown = page.facts_of(found)
     assert (shown["driver"], shown["pcie generation max"], shown["pcie width max"]) == ("580.65.06", "5", "16")
     assert shown["sm mhz max"] == "1980" and not {"gpus", "sm mhz"} & shown.keys()
-    assert "driver" not in dict(page._readable({"gpus": ["no mapping", None]}))
 
 
 WHOLE = "every decode row read the whole cache: the budget is never reached, so these are the full cache's numbers"

@@ -14,7 +14,7 @@ from harness.errors import UserError
 from harness.model.shape import load_shape
 from harness.paper.costmodel.capacity import LAUNCH_S, LAUNCHES_OF_A_PASS, modelled_step
 from harness.results.columns import read_frame
-from harness.results.sheet import pipes
+from harness.results.sheet import MAX_LETTERS, pipes
 from harness.run import advise, cli, worked
 from harness.run.compose import load
 from harness.settings.config import RunConfig
@@ -155,7 +155,7 @@ def test_what_fits_without_offloading_stands_first(few):
     per_user = full.step.capacity.needs(2).slots - full.step.capacity.needs(1).slots
     assert light.users - full.users == pytest.approx(saved / per_user, abs=1)
     sheet, *_ = advise.sheets(many)
-    shown = {line[0]: line for line in sheet.lines}
+    shown = {line[0]: line for line in sheet.table.to_numpy()}
     assert shown["Full cache"][2] == str(full.users) and shown["Full cache"][5] == str(light.users)
     assert {"FP8", "INT8", "INT4", "KIVI-4", "llama.cpp q8_0", "NVFP4"} <= set(shown)
     assert shown["FP8"][-1] == "not measured" and shown["KIVI-4"][-1] == "1.1"
@@ -235,6 +235,9 @@ def test_the_command_prints_it(few, capfd, tmp_path):
     assert f"Recommendation: {data['recommendation']['label']}" in printed and len(data["options"]) > 10
     for words in ("Machine: 1 rtx4090-pcie4, by NVIDIA", "Not measured: this model", "Left out, as nobody measured"):
         assert words in printed
+    tables = [line for line in printed.splitlines() if line.startswith("|")]
+    assert any("rows lie" in line and "points lost" in line for line in tables)
+    assert max(map(len, tables)) <= MAX_LETTERS
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,7 @@ def test_the_worked_questions_stand_on_their_page_with_their_errors():
             continue
         sheet = worked.beside(asked, words)
         assert pipes(sheet) in page
-        for seen, (_, _, _, error, _) in zip(asked["published"], sheet.lines, strict=True):
+        for seen, (_, _, _, error, _) in zip(asked["published"], sheet.table.to_numpy(), strict=True):
             assert abs(float(error)) <= 20 or "because" in seen
 
 

@@ -14,8 +14,7 @@ from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 
 from harness.model.load import LoadedModel
-from harness.results.columns import ACCURACY, ANALYSIS, CAPACITY, LATENCY, OPTIONAL, PUBLISHED_CSV, names
-from harness.results.metrics import NEWER_OF_SERVING, NUM_CONTEXTS
+from harness.results.columns import ACCURACY, ANALYSIS, CAPACITY, LATENCY, PUBLISHED_CSV, names
 from harness.run.cli import main
 from harness.run.compose import composed
 from harness.run.sweep import read_plan
@@ -77,10 +76,7 @@ def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
     table = FILES[name].experiment  # the figures of speed share one
     with Path(f"outputs/tables/{table}.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    always = names([column for column in columns if column.name not in OPTIONAL])
-    shown = tuple(rows[0])
-    assert set(shown) - set(always) <= {NUM_CONTEXTS.name, *names(NEWER_OF_SERVING)} and set(always) <= set(shown)
-    assert shown == tuple(name for name in names(columns) if name in shown), "in their order"
+    assert tuple(rows[0]) == names(columns)
     assert {(row["experiment"], row["source"]) for row in rows} == {(table, SOURCES.get(name, "measured"))}
     assert all(math.isfinite(float(row[value])) for row in rows)
     in_paper = {line.partition(",")[0] for line in PUBLISHED_CSV.read_text().splitlines()}

@@ -14,17 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from harness import errors, files
+from harness import errors
 from harness.errors import BugError, UserError
 from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
 from harness.results import record as records
-from harness.results.columns import read_table
 from harness.run import all_runs, runner
 from harness.run.compose import load
 from harness.run.runner import Run, run
 from tests.dying import linger
-from tests.runs import letters, outcome
+from tests.runs import letters, outcome, rows_at
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,22 +110,6 @@ def test_processes_on_one_grid_end_with_the_tables_of_one(runs, configs):
     assert [sorted(paths) for paths in found] == 3 * [sorted(alone)] and tables() == expected
 
 
-def test_what_is_derived_is_derived_again_when_its_source_changed_meanwhile(tmp_path):
-    """Two processes that end together: the one that writes the table last has read the other's record."""
-    files.write_atomic(tmp_path / "a" / "record.json", "1")
-    others = iter(["2", "3"])
-    seen = []
-
-    def derive():
-        seen.append(sorted(path.read_text() for path in tmp_path.glob("*/record.json")))
-        if other := next(others, None):
-            files.write_atomic(tmp_path / ("b" if other == "2" else "a") / "record.json", other)
-        return seen[-1]
-
-    assert files.until_settled(tmp_path, "*/record.json", derive) == ["2", "3"]
-    assert seen == [["1"], ["1", "2"], ["2", "3"]]
-
-
 def test_a_file_system_without_locks_is_named(runs, configs, monkeypatch, caplog):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -162,7 +145,7 @@ def test_shares_of_a_grid_run_as_jobs(tmp_path, monkeypatch):
     statuses = {record["config"]["label"]: record["status"] for record in found}
     (failed,) = (label for label, status in statuses.items() if status != "finished")
     assert failed == "InfiniGen, dense_layers=4" and len(statuses) == 7
-    rows = read_table(tmp_path / "outputs/tables/choices.csv")
+    rows = rows_at(tmp_path / "outputs/tables/choices.csv")
     assert {row["label"] for row in rows if not row["shipped"]} == set(statuses) - {failed}, "of both jobs"
     said = f"error: 1 of [34] runs failed; the first, choices {failed}: .*must be < 4 layers"
     assert done.returncode == 2 and re.match(said, done.stderr.splitlines()[-1]), done.stderr

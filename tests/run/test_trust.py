@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.errors import UserError
 from harness.model.resources import Resources
-from harness.results.columns import read_table, where
+from harness.results.columns import read_frame
 from harness.run import cli, trust
 from harness.run.compose import load
 from harness.settings.paths import PACKAGES_DIR
@@ -122,12 +122,12 @@ def test_the_shipped_page_has_every_check():
 
 def test_no_method_of_the_board_beats_the_full_cache():
     """A wrong full cache would show: a method would answer certainly more questions."""
-    rows = where(read_table(SHIPPED / "tables" / "board-methods.csv"), "over", "all models")
-    compared = [row for row in rows if row.get("answers_difference") is not None]
+    rows = read_frame(SHIPPED / "tables" / "board-methods.csv").query("over == 'all models'")
+    compared = rows[rows["answers_difference"].notna()]
     assert len(compared) > 50
-    assert not [row["label"] for row in compared if (row["answers_difference_low"] or 0) > 0]
+    assert not [*compared["label"][compared["answers_difference_low"] > 0]]
 
 
 def test_nothing_was_tuned_where_the_board_scores_it():
-    texts = {row["text"] for row in read_table(SHIPPED / "tables" / "board-texts.csv")}
+    texts = {*read_frame(SHIPPED / "tables" / "board-texts.csv")["text"]}
     assert texts and load().calibration.name not in texts

@@ -44,7 +44,7 @@ from methods.infinigen import InfiniGen
 from methods.infinigen2 import InfiniGen2
 from tests.conftest import refused
 from tests.dying import die
-from tests.runs import calls_of
+from tests.runs import calls_of, rows_at
 
 BATCH, PROMPT = 2, 40
 ON_A_LINK = [label for label in COUNTED if label not in ON_A_DISK]
@@ -318,7 +318,7 @@ def records() -> list[dict]:
 def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_once(tiny_runs, monkeypatch, capsys):
     passes = calls_of(monkeypatch, speed, "run_shared_prompt")
     assert main(["-m", *tiny_runs, f"system={','.join(ON_A_LINK)}"]) == 0
-    rows = {row["label"]: row for row in columns.read_table(Path("outputs/tables/latency.csv"))}
+    rows = {row["label"]: row for row in rows_at("outputs/tables/latency.csv")}
     assert set(rows) == set(ON_A_LINK)
     for label, row in rows.items():
         absent = {"weights_on_device", "weight_bytes"}
@@ -452,5 +452,5 @@ def test_a_host_that_shows_too_little_is_refused_until_the_settings_say_more(tin
     # It decides no number: the record is that of the run without it.
     assert "finished before" not in capsys.readouterr().out
     assert main(words) == 0 and "finished before" in capsys.readouterr().out
-    (row,) = columns.read_table(Path("outputs/tables/latency.csv"))
+    (row,) = rows_at("outputs/tables/latency.csv")
     assert "host_gib" not in (row["settings"] or "")

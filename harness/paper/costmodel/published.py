@@ -18,7 +18,7 @@ from harness.files import write_atomic
 from harness.model.shape import load_shape
 from harness.paper.costmodel.predict import Case, predict
 from harness.paper.costmodel.schemes import FITTED, Efficiency, load_platform
-from harness.results.columns import PUBLISHED_CSV, csv_of
+from harness.results.columns import csv_of, published, with_columns
 from harness.results.metrics import SEGMENTS
 from harness.results.pages import render_modelled
 
@@ -103,9 +103,8 @@ class Comparison(NamedTuple):
 
 def figure_rows(figure: str) -> pd.DataFrame:
     """The latency table of a figure, modelled on the paper's machine."""
-    return pd.DataFrame([_predict(bar, FITTED) for bar in FIGURES[figure]]).assign(
-        experiment=figure
-    )
+    rows = pd.DataFrame([_predict(bar, FITTED) for bar in FIGURES[figure]])
+    return with_columns(rows.assign(experiment=figure), "latency")
 
 
 def write_tables(results_dir: str | Path) -> list[Path]:
@@ -117,8 +116,7 @@ def write_tables(results_dir: str | Path) -> list[Path]:
         table = figure_rows(figure)
         paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
         write_atomic(paths[-1], csv_of(table, "latency"))
-        rows: Any = table.astype(object).where(table.notna(), None).to_dict("records")
-        write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, rows))
+        write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, table))
     return paths
 
 
@@ -127,7 +125,7 @@ def calibrate(
 ) -> list[Comparison]:
     """Every published number of `figures` that the cost model predicts, in the order of the
     file."""
-    numbers = pd.read_csv(PUBLISHED_CSV, dtype=str, keep_default_na=False)
+    numbers = published()
     compared = []
     for _, row in numbers[numbers.figure.isin(figures)].iterrows():
         predicted = quantity(row, lambda bar: _predict(bar, efficiency))

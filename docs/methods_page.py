@@ -1,4 +1,4 @@
-"""`python -m harness.checks.methods_page`: write docs/methods.md.
+"""`python -m docs.methods_page`: write docs/methods.md.
 
 The rule of each method, and where it differs from official code, stand in the docstring of its
 module, behind `MARK`. Its row in the table stands in the docstring of its class, as paragraphs
@@ -10,16 +10,13 @@ or select, in the order of their names, and `{{module}}` for another module's te
 
 from __future__ import annotations
 
-import ast
+import importlib
 import inspect
 import re
-import sys
 from pathlib import Path
 
-from harness.errors import exit_code
 from harness.files import write_atomic
 from harness.settings.own_method import shipped
-from harness.settings.paths import PACKAGES_DIR
 from harness.settings.schema import options
 from methods.base import Method
 from methods.selection import ChoosingBy, Selecting, SelectingBy
@@ -29,19 +26,13 @@ MARK = "The rule, and where it differs (made into docs/methods.md):"
 COLUMNS = ("Source", "Keeps", "Reads")
 SHARED = {setting.name for setting in settings_of(SelectingBy)}
 """Settings that have a table of their own."""
-TEMPLATE = PACKAGES_DIR / "docs" / "methods.template"
-PAGE = PACKAGES_DIR / "docs" / "methods.md"
+PAGE = Path(__file__).with_name("methods.md")
 
 
 def rule_of(module: str) -> str:
     """What the docstring of a module of `methods`, such as `h2o`, says behind `MARK`."""
-    path = PACKAGES_DIR.joinpath("methods", *module.split(".")).with_suffix(".py")
-    source = path.read_text(encoding="utf-8")
-    docstring = ast.get_docstring(ast.parse(source)) or ""
-    _, mark, rule = docstring.partition(MARK)
-    if not mark:
-        raise ValueError(f"{path}: its docstring has no line {MARK!r}")
-    return rule.strip()
+    docstring = inspect.getdoc(importlib.import_module(f"methods.{module}")) or ""
+    return docstring.split(MARK)[1].strip()
 
 
 def _methods() -> dict[type[Method], list[str]]:
@@ -98,17 +89,12 @@ def _filled(place: str) -> str:
     return "\n\n".join(rule_of(module) for module in modules)
 
 
-def render(template: Path = TEMPLATE) -> str:
+def render() -> str:
     """The page."""
-    text = template.read_text(encoding="utf-8")
-    return re.sub(r"\{\{([\w.:]+)\}\}", lambda place: _filled(place[1]), text)
-
-
-def main() -> None:
-    """Write the page, and print its path."""
-    write_atomic(PAGE, render())
-    print(PAGE)
+    template = PAGE.with_suffix(".template").read_text(encoding="utf-8")
+    return re.sub(r"\{\{([\w.:]+)\}\}", lambda place: _filled(place[1]), template)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    write_atomic(PAGE, render())
+    print(PAGE)
