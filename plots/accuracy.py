@@ -357,7 +357,9 @@ def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
 def _setups(rows: pd.DataFrame) -> pd.Series:
     """By row, in words, the settings in which the runs of its label differ."""
     words = rows.settings.str.replace(SHOWN_BY_TILES, "", regex=True).str.split(", ")
-    shared = words.groupby(rows.label).agg(lambda lists: set.intersection(*map(set, lists)))
+    shared = {}
+    for label, lists in words.groupby(rows.label):
+        shared[label] = set.intersection(*map(set, lists))
     setups = []
     for words_of_row, label in zip(words, rows.label, strict=True):
         different = [word for word in words_of_row if word not in shared[label]]
@@ -368,7 +370,7 @@ def _setups(rows: pd.DataFrame) -> pd.Series:
 def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], depths: int) -> None:
     """A tile for each length and depth; one without a question shows the hatch."""
     tiles = np.zeros((depths, len(lengths), 4))
-    for row in panel.itertuples():
+    for _, row in panel.iterrows():
         depth, column = depths * row.begin // 100, lengths.index(row.length)
         weight = row.num_samples / (row.num_samples + 2)
         color = 1 - weight * (1 - np.array(COLOURS(PERCENT(row.value))[:3]))

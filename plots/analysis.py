@@ -91,7 +91,8 @@ def fig5(table: pd.DataFrame) -> Figure | None:
 
 
 def _draw_histogram(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
-    for name, bins in panel.sort_values("x").groupby("series"):
+    for name in style.ordered(panel.series):
+        bins = panel[panel.series == name].sort_values("x")
         if len(bins) > 1:
             edges = [*bins.x, bins.x.iloc[-1] + bins.x.diff().iloc[-1]]
             line: Any = {"color": looks[name].color, "linestyle": looks[name].line}
@@ -105,7 +106,7 @@ def _draw_histogram(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
 def _draw_counts(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
     _draw_curves(axes, panel, looks)
     points = data.published("fig5", "key_tokens_for_0.9", panel, {"model": "opt-6.7b"})
-    for point in points[points.series.isin(panel.series)].itertuples():
+    for _, point in points[points.series.isin(panel.series)].iterrows():
         words = f"{OF_PG19}, {point.kind}"
         axes.plot(point.x, point.value, marker="o", label=words, **style.HOLLOW)
     words = "key tokens for 0.9\nof the weight (tokens)"
@@ -126,7 +127,7 @@ def _draw(
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         _draw_curves(axes, panel, looks)
-        axes.set(**{"ylim": (0, None)} | words[panel[by].iloc[0]])
+        axes.set(**{"ylim": (0, None), **words[panel[by].iloc[0]]})
         if panel.x_name.iloc[0] in IN_POWERS:
             style.log2_x(axes, panel.x)
 

@@ -48,7 +48,7 @@ def budget(methods: pd.DataFrame) -> Figure | None:
             below = line.kl_nats - oracles * line.ratio_low
             above = oracles * line.ratio_high - line.kl_nats
             beside = line.x * np.exp(shifts[label])  # where a bar hides no other
-            like: Any = {"color": style.look(label).color, "fmt": "_", "markersize": 3}
+            like: Any = {"color": style.look(str(label)).color, "fmt": "_", "markersize": 3}
             axes.errorbar(beside, line.y, [below, above], elinewidth=0.8, **like)
         style.log_x(axes)
         style.log_y(axes)
@@ -92,7 +92,8 @@ def draw(methods: pd.DataFrame) -> Figure | None:
         axes.xaxis.set_major_formatter("{x:g}")
 
     panels = []
-    for share, panel in points.groupby("asked_budget"):
+    for _, panel in points.groupby("asked_budget"):
+        share = panel.asked_budget.iloc[0]
         panels.append((f"budget {100 * share:.0f} %", panel, draw_budget))
     most = points[~points.is_apart] if not points.is_apart.all() else points
     of_length = []

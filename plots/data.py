@@ -40,7 +40,7 @@ def read(results: Path, name: str) -> pd.DataFrame | None:
     if path is None:
         return None
     table = columns.read_frame(path)
-    shape = columns.shape_of(set(table))
+    shape = columns.shape_of(table.columns)
     table = table.reindex(columns=columns.names(columns.TABLES[shape]))
     for column in NAMES & {*table}:
         table[column] = _legible(table[column])
@@ -51,7 +51,7 @@ def read(results: Path, name: str) -> pd.DataFrame | None:
         factor = table.metric.map(lambda metric: quantity(metric).factor).astype(float)
         table = table.assign(value=factor * table.value, stderr=factor * table.stderr)
     is_shipped = table.shipped != ""
-    return table.assign(own=~is_shipped & is_shipped.any())
+    return table.assign(own=~is_shipped & bool(is_shipped.any()))
 
 
 def _legible(names: pd.Series) -> pd.Series:

@@ -55,11 +55,11 @@ def _draw_pairs(axes: Axes, panel: pd.DataFrame) -> None:
         budgets = sorted({f"{100 * budget:.0f}" for budget in pair["budget"]}, key=int)
         samples = data.describe(pair.iloc[0], ["num_samples"])
         ticks[number] = f"{pair.task.iloc[0]}\nread {' / '.join(budgets)} %\n{samples}"
-    style.bars(axes, pairs.assign(group=pairs.pair), tick=ticks.get)
+    style.bars(axes, pairs.assign(group=pairs.pair), tick=ticks.__getitem__)
     # The full cache's KL to itself is 0.
     full = panel[(panel.label == style.FULL) & (panel.metric == "acc")]
     full = full[[*asked, "value"]].merge(unskewed[[*asked, "pair"]], on=asked)
-    for level in full.drop_duplicates(["pair", "value"]).itertuples():
+    for _, level in full.drop_duplicates(["pair", "value"]).iterrows():
         ends, y = [level.pair - 0.45, level.pair + 0.45], 2 * [level.value]
         axes.plot(ends, y, "--", color=style.BLACK, linewidth=1, label=style.FULL)
     axes.set(ylabel=axis(panel.metric.iloc[0]))

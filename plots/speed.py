@@ -55,7 +55,7 @@ def fig14(table: pd.DataFrame) -> Figure | None:
         axes.bar(0, 0, 0, label="decode (the system's colour)", color=style.GREY)
         marked = points[points.series.isin(tops.index)].set_index("series").value
         near = NEAR * max([panel.total_s.max(), *marked])
-        for row in panel.dropna(subset="total_s").itertuples():
+        for _, row in panel.dropna(subset="total_s").iterrows():
             words = f"{row.total_s:,.1f}" if row.total_s < 10 else f"{row.total_s:,.0f}"
             top, points_above = row.total_s, 1.5
             if abs(marked.get(row.label, math.inf) - top) < near:  # it would hide the number
@@ -211,7 +211,7 @@ def disk(table: pd.DataFrame) -> Figure | None:
         centres = style.bars(axes, rows[rows.label != IDEAL], tick="{:,.0f}".format)
         ideal = rows[rows.label == IDEAL]
         if len(ideal):
-            places, half = centres.index.get_indexer(ideal.group), style.FILLED / 2
+            places, half = centres.index.get_indexer(pd.Index(ideal.group)), style.FILLED / 2
             line: Any = {"color": style.BLACK, "linestyle": "--", "linewidth": 1.4}
             axes.hlines(ideal.value, places - half, places + half, label=IDEAL, **line)
         axes.set(xlabel="tokens of the prompt", ylabel=words)

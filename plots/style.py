@@ -260,7 +260,7 @@ def draw_lines(
     points: pd.DataFrame,
     looks: Mapping[str, Look] | None = None,
     *,
-    at: Iterable[float] | None = None,
+    at: list[float] | None = None,
     **other: Any,
 ) -> None:
     """A line with markers and error bars for each `name` of the points.
@@ -378,7 +378,7 @@ def draw_names(
     points: columns label, x, length of the text, bar_low and bar_high, NaN for no bar, and
     is_apart. names: the labels, from below. lengths: of all texts, the shortest first.
     """
-    for point in points.itertuples():
+    for _, point in points.iterrows():
         place = lengths.index(point.length)
         y = names.index(point.label) + SHIFT * ((len(lengths) - 1) / 2 - place)
         of_method = LOOKS.get(point.label.partition(" + ")[0], UNLISTED)  # without its codec
@@ -436,8 +436,8 @@ def name_bars(axes: Axes, x: Iterable[float], labels: Iterable[str]) -> None:
 
 def mark_published(axes: Axes, centres: pd.DataFrame, points: pd.DataFrame) -> None:
     """The paper's numbers as hollow markers on the bars of their series and group, by kind."""
-    for point in points.itertuples():
+    for _, point in points.iterrows():
         if point.series in centres and point.x in centres.index:
-            at = centres.at[point.x, point.series]
+            at: Any = centres.at[point.x, point.series]
             words, marker = f"{OF_PAPER}, {point.kind}", PUBLISHED_MARKERS[point.kind]
             axes.plot(at, point.value, label=words, marker=marker, **HOLLOW)

@@ -26,8 +26,8 @@ from harness.paper.costmodel.predict import (
     prefill_block,
 )
 from harness.paper.costmodel.schemes import FITTED, SCHEMES, Platform, load_platform
+from harness.results import columns
 from harness.results.columns import LATENCY, names
-from harness.results.columns import published as published_numbers
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS
 from methods.base import TokenCounts
@@ -194,7 +194,8 @@ def test_calibrate_prints_every_number_the_fit_and_its_errors(capsys):
     table, fitted, errors = capsys.readouterr().out.split("\n\n")
     _, *lines = table.splitlines()
     assert len(lines) == 29 and not any(line.endswith("*") for line in lines), "each within 20 %"
-    metrics = {*published_numbers().query("figure in @published.FIGURES")["metric"]}
+    numbers = columns.published()
+    metrics = set(numbers[numbers.figure.isin(published.FIGURES)].metric)
     inputs = {"tokens_above_threshold", "tokens_loaded", "partial_weight_memory_share", "partial_key_memory_share"}
     assert metrics - {word for line in lines for word in line.split()} == inputs
     assert re.search(r"fitted to all 29: +matmul 0.36\d, memory 0.8[01]\d, row_fetch 0.8[23]\d", fitted)

@@ -130,8 +130,8 @@ def calibrate(
     for _, row in numbers[numbers.figure.isin(figures)].iterrows():
         predicted = quantity(row, lambda bar: _predict(bar, efficiency))
         if predicted is not None:
-            named = (str(row[name]) for name in ("figure", "series", "x", "metric", "unit"))
-            compared.append(Comparison(*named, float(row["value"]), predicted))
+            names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
+            compared.append(Comparison(*names, float(row["value"]), predicted))
     return compared
 
 
