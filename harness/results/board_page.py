@@ -232,7 +232,7 @@ def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
         for model, of_model in of_models.groupby("over", sort=False):
             ratios = of_model["ratio"].reindex(rows.index).map(show_ratio, na_action="ignore")
             table[f"on {model}"] = ratios.fillna(MISSING)
-        coded = here.reindex(rows["label"] + " + int8")
+        coded = compared.reindex(rows["label"] + " + int8")
         table[f"over rows of 8 bits: {metrics.RATIO.heading}"] = _ratios(coded)
         if rows["answers"].notna().any():
             table[metrics.ANSWERS_DIFFERENCE.heading] = _differences(rows)
