@@ -161,14 +161,14 @@ def _require_known(config: DictConfig, name: str) -> None:
     group, *_ = name.lstrip("+").split(".")
     if name.startswith("+") or group in OF_CLASSES:
         return
-    node: Any = config
+    node: Any = OmegaConf.to_container(config)
     for part in name.split("."):
-        if not isinstance(node, DictConfig) or part not in node:
-            known = list(map(str, node)) if isinstance(node, DictConfig) else []
+        if not isinstance(node, dict) or part not in node:
+            known = list(map(str, node)) if isinstance(node, dict) else []
             hint = hints.meant(name)
             instead = f"type {hint}" if hint else nearest(part, known)
             raise UserError(f"unknown setting {name}: {instead}")
-        node = node[part] if not OmegaConf.is_interpolation(node, part) else None
+        node = node[part]
 
 
 def _literal(value: Any) -> Any:
