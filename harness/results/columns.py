@@ -213,7 +213,6 @@ def read_frame(path: Path) -> pd.DataFrame:
             dtype=dict.fromkeys(WORDS, str),
             keep_default_na=False,
             na_values=[""],
-            float_precision="round_trip",
         )
         shape = shape_of(frame.columns)
         missing = {*IDENTITY.get(shape, ("model",))} - {*frame}
