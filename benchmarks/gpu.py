@@ -55,7 +55,7 @@ from benchmarks.gpu_parts.apart import call_apart
 from benchmarks.gpu_parts.equal import equalities
 from benchmarks.gpu_parts.rates import Rate, gather_rates, link_rates, pin_rates
 from benchmarks.gpu_parts.trace import trace_step
-from harness.errors import UNFINISHED, UnfinishedError, UserError, exit_code, interruptible, nearest, reason, refused
+from harness.errors import UNFINISHED, UnfinishedError, UserError, exit_code, interruptible, nearest, reason
 from harness.files import write_atomic
 from harness.model.load import require_kernels
 from harness.model.resources import Resources
@@ -337,8 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, codes = parse(argv), []
 
     def act() -> None:
-        with refused("the settings of the runs"):  # before any work
-            require_devices([load(run_settings(options))])
+        require_devices([load(run_settings(options))])  # before any work
         if options.platform == "cuda":
             require_kernels()
         benchmark = Benchmark(options, began_s)
