@@ -27,6 +27,9 @@ from harness.settings.kinds import Outcome
 from harness.settings.schema import CONF_DIR
 from tests.tokens import byte_tokenizer
 
+Row = dict[str, Any]
+"""A row of a table by column."""
+
 
 def outcome(config: RunConfig) -> Outcome:
     """A plausible measurement."""
@@ -39,7 +42,7 @@ def outcome(config: RunConfig) -> Outcome:
     return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, chunks=[chunk])
 
 
-def rows_at(path: str | Path) -> list[dict[str, Any]]:
+def rows_at(path: str | Path) -> list[Row]:
     """The rows of a table; None where a number is missing, "" where words are."""
     table = read_frame(Path(path))
     return table.astype(object).where(table.notna(), None).to_dict("records")

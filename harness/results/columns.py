@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from harness.errors import UserError, reason
 from harness.results.metrics import (
@@ -26,14 +26,6 @@ from harness.results.metrics import (
 if TYPE_CHECKING:
     import pandas as pd
 
-T = TypeVar("T")
-K = TypeVar("K")
-R = TypeVar("R", bound=Mapping[str, Any])
-TableRow = dict[str, Any]
-"""A table row by column name: numbers, words, or None where nothing was measured."""
-
-MAX_DIGITS = 18
-"""Digits of an integer in a table: it fits into 64 bits."""
 PUBLISHED_CSV = Path(__file__).parent / "published.csv"
 
 

@@ -32,7 +32,6 @@ NATS, TOKENS, MS, GIB_PER_S = Unit("nats"), Unit("tokens"), Unit("ms", 1e3), Uni
 IN_GIB, IN_MIB, IN_KIB = Unit("GiB", 1 / GIB), Unit("MiB", 1 / MIB), Unit("KiB", 1 / KIB)
 NUMBER, POSITIVE = Unit(), Unit()
 """Plain numbers; perplexities, which are of any size."""
-SHARE = CACHE = PERCENT
 
 
 class Metric(NamedTuple):

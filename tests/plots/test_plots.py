@@ -17,9 +17,9 @@ import plots
 from harness.errors import UserError
 from harness.paper.costmodel import published as costmodel
 from harness.results import columns
-from harness.results.columns import TableRow
 from plots import accuracy, analysis, drawing, style
 from plots.drawing import DRAWINGS, figure_of
+from tests.runs import Row
 
 TABLES = """\
 fig11
@@ -134,11 +134,11 @@ InfiniGen2,0.1,0.11,d,0.02,0.8,0.9
 the common value, `-` stands for an empty one."""
 
 
-def parsed(block: str) -> tuple[str, list[TableRow]]:
+def parsed(block: str) -> tuple[str, list[Row]]:
     """Name and rows of one of the tables."""
     head, *lines = block.splitlines()
     name, *shared = head.split()
-    found: list[TableRow] = []
+    found: list[Row] = []
     for cells in csv.DictReader(lines):
         own = {key: "" if value == "-" else value for key, value in cells.items() if value}
         row = dict(each.split("=") for each in shared) | own
@@ -150,7 +150,7 @@ def parsed(block: str) -> tuple[str, list[TableRow]]:
     return name, found
 
 
-def needles() -> Iterator[TableRow]:
+def needles() -> Iterator[Row]:
     for label, prefill, parts in (("Full cache", "", 5), ("H2O", "dense", 4), ("H2O", "question", 4)):
         # The cells show these by themselves: no band of their own.
         shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"
@@ -176,7 +176,7 @@ PAPER_SHAPE = {"model": "opt-13b", "platform": "cuda", "source": "measured", "pr
 SEGMENTS, PREDICTS = {"attention_s": 0.001, "ffn_s": 0.0008, "other_s": 0.0001}, {"prediction_s": 0.0003}
 
 
-def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[TableRow]:
+def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[Row]:
     times = [(label, scale * TIMES[label][0], scale * TIMES[label][1]) for label in labels]
     return [{"label": at, "ttft_s": pre, "decode_s": post, "total_s": pre + post} | shape for at, pre, post in times]
 
@@ -228,7 +228,7 @@ CURVES: dict[str, list[tuple]] = {  # series, metric, x_name, value by x, layer
 }
 
 
-def curve_rows(name: str) -> list[TableRow]:
+def curve_rows(name: str) -> list[Row]:
     common = {"stderr": None, "source": "modelled"} if name == "fig2" else {}
     return [
         common | {"series": series, "metric": metric, "x_name": x_name, "layer": layer, "x": x, "value": value}
@@ -237,7 +237,7 @@ def curve_rows(name: str) -> list[TableRow]:
     ]
 
 
-ROWS: dict[str, list[TableRow]] = {
+ROWS: dict[str, list[Row]] = {
     **dict(map(parsed, TABLES.split("\n\n"))),
     **TIMED,
     **{name: curve_rows(name) for name in CURVES},
@@ -255,7 +255,7 @@ COMMON = {
 }  # fmt: skip
 
 
-def write(results: Path, name: str, rows: Iterable[TableRow] | None = None, **cells: Any) -> None:
+def write(results: Path, name: str, rows: Iterable[Row] | None = None, **cells: Any) -> None:
     """One of the tables, with other rows or with `cells` in all of them."""
     shape = SHAPES.get(name, columns.ACCURACY)
     common = COMMON | {"experiment": name, "source": "emulated" if shape is columns.LATENCY else "measured"}
@@ -278,7 +278,7 @@ def draw(name: str, results: Path) -> Figure:
     return figure
 
 
-def drawn(name: str, results: Path, rows: Iterable[TableRow], **cells: Any) -> Figure:
+def drawn(name: str, results: Path, rows: Iterable[Row], **cells: Any) -> Figure:
     """The figure of other rows, its own table alone."""
     write(results, name, rows, **cells)
     return draw(name, results)

@@ -24,12 +24,12 @@ from harness.report.__main__ import main as report_main
 from harness.report.compared import compared
 from harness.report.sections import MODELLED, REGISTRY, registered
 from harness.results import write as tables
-from harness.results.columns import TableRow
 from harness.results.metrics import MISSING
 from plots import drawing
 from plots.drawing import DRAWINGS
 from tests.plots.test_plots import write
 from tests.results.test_tables import LATENCY_METRICS, save, save_task, save_text
+from tests.runs import Row
 
 WHERE = {"python": "3.11.7", "cpu": "a processor", "memory_bytes": 2**34, "device_name": None, "dirty": True}
 RAN = {"seconds": 90.0, "error": None, "environment": WHERE | {"commit": "abc", "packages": {"torch": "2.13.0"}}}
@@ -40,7 +40,7 @@ FINDING = "H2O reads less & loses <more>."
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
 
 
-def place(label: str, **fields: Any) -> TableRow:
+def place(label: str, **fields: Any) -> Row:
     """A row of the board."""
     common = {
         "over": "tiny", "model": "tiny", "method": label.lower(), "family": "evicts", "asked_budget": 0.16,
@@ -54,7 +54,7 @@ def place(label: str, **fields: Any) -> TableRow:
     return common | {"label": label} | fields
 
 
-def score(label: str, budget: float, value: float, **fields: Any) -> TableRow:
+def score(label: str, budget: float, value: float, **fields: Any) -> Row:
     """A row of an accuracy table."""
     common = {"model": "tiny", "task": "passkey", "metric": "acc", "stderr": 0.05, "source": "measured"}
     return common | {"label": label, "budget": budget, "value": value} | fields

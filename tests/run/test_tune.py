@@ -16,7 +16,7 @@ from harness.model.tiny import tiny_model
 from harness.results import board, tuned
 from harness.results.board_evidence import step_at, step_seconds, timed_step
 from harness.results.board_rows import ORACLES
-from harness.results.columns import TableRow, csv_of
+from harness.results.columns import csv_of
 from harness.run import cli
 from harness.run.compose import choices, compose, load
 from harness.run.sweep import read_plan
@@ -24,7 +24,7 @@ from harness.settings.config import RunConfig
 from harness.settings.schema import options
 from tests.methods.test_own_codec import HEAD as CODEC_HEAD
 from tests.methods.test_own_codec import MINE as CODEC
-from tests.runs import letters, rows_at
+from tests.runs import Row, letters, rows_at
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def test_a_method_without_a_budget_runs_once_a_number_of_dense_layers():
     assert {config.kind for config in plan.runs} == {"perplexity"}
 
 
-def scored(method: str, asked: float, dense: int | None, kl: float, **columns: Any) -> TableRow:
+def scored(method: str, asked: float, dense: int | None, kl: float, **columns: Any) -> Row:
     """A KL in the table of `experiment=tune`; dense: None where it is the number of the method's file."""
     words = "" if dense is None else f"dense_layers={dense}, "
     common = {"model": "smollm2-135m", "task": "offline", "metric": "kl_nats", "budget": asked, "experiment": "tune"}
