@@ -230,8 +230,6 @@ NO_MODELS = [
         "use_bidirectional_attention=True of model_type=gemma3_text is not supported",
     ),
     (TINY_SHAPE | {"num_hidden_layers": 0}, "num_hidden_layers=0 must be above 0"),
-    (TINY_SHAPE | {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 must be at most 1,000"),
-    ({"model_type": "gpt2", "n_layer": 10**12}, "its shape is not valid: n_layer=1000000000000 must be at most 1,000"),
     (TINY_SHAPE | {"hidden_size": 2.5}, "its shape is not valid .*'hidden_size' expected int"),
     (TINY_SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num"),
     (TINY_SHAPE | {"hidden_size": 33}, "its shape is not valid .*not a multiple"),
@@ -586,8 +584,6 @@ def test_the_tokens_that_end_a_turn_end_an_answer(tmp_path):
         ({"tokenizer.ggml.pre": None}, {}, "its metadata say no tokenizer.ggml.pre, so how its tokenizer splits"),
         ({"split.count": 3}, {}, "odd.gguf: is one of 3 parts of a split GGUF, which are not read; join them"),
         ({"llama.block_count": 3}, {}, r"its tensors hold [\d,]+ weights, and the llama that transformers"),
-        ({"llama.block_count": 10**6}, {}, "num_hidden_layers=1000000 must be at most 1,000"),
-        ({"llama.block_count": 2**32 - 1}, {}, "num_hidden_layers=4294967295 must be at most 1,000"),
     ],
 )  # fmt: skip
 def test_what_a_gguf_says_and_transformers_leaves_out_is_refused(extra, tensors, words, tmp_path):
