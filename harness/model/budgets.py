@@ -90,12 +90,6 @@ def share_of_cache(cached: Tensor, stored: Tensor, dense_layers: int, num_layers
     return (dense_layers * cached.double() + stored) / (num_layers * cached.double())
 
 
-def share_beside(cached: Tensor, read: Tensor, num_layers: int) -> Tensor:
-    """Elements read of something else than the cache / elements of the full cache, per row. read:
-    in tokens."""
-    return read.double() / (num_layers * cached.double())
-
-
 def resident_share(
     states: Sequence[State],
     codec: CacheCodec | None,

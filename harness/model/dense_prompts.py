@@ -67,10 +67,10 @@ class PrefilledPrompt:
     model_cache: ModelCache
     score: dict[str, dict[int, Tensor]] | None = None
 
-    def hand_to(self, keep: Keep, *, with_inputs: bool = False) -> None:
-        """Give every layer to `keep`. with_inputs: with its inputs, where they are there."""
+    def hand_to(self, keep: Keep) -> None:
+        """Give every layer to `keep`."""
         for layer, prompt in enumerate(self.layers):
-            keep(layer, prompt if with_inputs else prompt._replace(inputs=None))
+            keep(layer, prompt)
 
 
 RunPrompt = Callable[[Keep], tuple[Tensor, ModelCache]]
@@ -78,8 +78,9 @@ RunPrompt = Callable[[Keep], tuple[Tensor, ModelCache]]
 [batch, prompt, hidden_size] and recurrent layers' states."""
 
 
-_Key = tuple[tuple[int, ...], bytes, bytes]
-"""A batch of prompts: its shape, its tokens, and which of them are real."""
+_Key = tuple[tuple[int, ...], bytes, bytes, bool]
+"""A batch of prompts: its shape, its tokens, which of them are real, and whether the inputs of the
+layers are kept."""
 
 
 class DensePrompts:
@@ -115,27 +116,19 @@ class DensePrompts:
         all their columns; None where there is no room for them.
 
         num_bytes: about what their tensors take. run: runs them, where they are not kept.
-        needs_inputs: `run` gives the layers' inputs. A pass that was kept without them runs once
-        more and takes the place of the first.
+        needs_inputs: `run` gives the layers' inputs. These passes are kept beside those without.
         """
-        key = tuple(ids.shape), ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
-        before = self._kept.get(key)
-        if before is not None:
-            before.last_run = self.run
-            if before.has_inputs or not needs_inputs:
-                return before.prompt, before.hidden
-            self._drop(key)  # now, so that both do not take room at once
-        if not self._has_room(num_bytes):
-            self._drop_unused()
-        if not self._has_room(num_bytes):
-            if before is not None:
-                self._keep(key, before)
-            return None
-        kept = _run_into_file(ids, real, run, has_inputs=needs_inputs)
+        tokens, are_real = ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
+        key = tuple(ids.shape), tokens, are_real, needs_inputs
+        if key not in self._kept:
+            if not self._has_room(num_bytes):
+                self._drop_unused()
+            if not self._has_room(num_bytes):
+                return None
+            self._kept[key] = _run_into_file(ids, real, run)
+            self.free -= self._kept[key].num_bytes
+        kept = self._kept[key]
         kept.last_run = self.run
-        if before is not None:
-            kept.prompt.score = before.prompt.score
-        self._keep(key, kept)
         return kept.prompt, kept.hidden
 
     def same_batches(self, most_tokens: int) -> int:
@@ -148,18 +141,12 @@ class DensePrompts:
     def _has_room(self, num_bytes: int) -> bool:
         return num_bytes <= min(self.free, disk_usage(gettempdir()).free // 2)
 
-    def _keep(self, key: _Key, kept: _KeptPrompt) -> None:
-        self._kept[key] = kept
-        self.free -= kept.num_bytes
-
-    def _drop(self, key: _Key) -> None:
-        self.free += self._kept.pop(key).num_bytes
-
     def _drop_unused(self) -> None:
         """Forget the prompts that neither this run nor the one before has asked for."""
         for key, kept in list(self._kept.items()):
             if kept.last_run < self.run - 1:
-                self._drop(key)
+                del self._kept[key]
+                self.free += kept.num_bytes
 
 
 @dataclass
@@ -169,11 +156,10 @@ class _KeptPrompt:
     prompt: PrefilledPrompt
     hidden: Tensor
     num_bytes: int
-    has_inputs: bool
     last_run: int = 0
 
 
-def _run_into_file(ids: Tensor, real: Tensor, run: RunPrompt, *, has_inputs: bool) -> _KeptPrompt:
+def _run_into_file(ids: Tensor, real: Tensor, run: RunPrompt) -> _KeptPrompt:
     """A prompt that runs now, its tensors one after another in a file without a name.
 
     A tensor keeps the order of its elements in memory, since a product may sum in another order
@@ -208,7 +194,7 @@ def _run_into_file(ids: Tensor, real: Tensor, run: RunPrompt, *, has_inputs: boo
     for at, prompt in enumerate(layers):
         layers[at] = prompt.with_tensors(found[at * each : (at + 1) * each])
     whole = PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache, score={})
-    return _KeptPrompt(whole, hidden, sum(sizes), has_inputs)
+    return _KeptPrompt(whole, hidden, sum(sizes))
 
 
 def _padded(tensor: Tensor) -> int:

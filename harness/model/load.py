@@ -106,16 +106,13 @@ def _of_random_weights(
 
 
 def from_memory(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    name: str | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> LoadedModel:
     """A model that the caller has loaded, as of `load_model`. It is put into evaluation mode.
 
-    name: for tables and records; by default the last part of `model.name_or_path`, else its family.
-    Raises UserError for a tokenizer with more tokens than the model has embeddings.
+    Its name is the last part of `model.name_or_path`, else its family. Raises UserError for a tokenizer with more tokens than the model has embeddings.
     """
-    name = name or Path(model.name_or_path or model.config.model_type).name
+    name = Path(model.name_or_path or model.config.model_type).name
     if tokenizer is not None:
         if not hasattr(tokenizer, "vocab_size"):
             raise UserError(f"tokenizer={tokenizer!r}: must be a tokenizer of transformers")

@@ -57,7 +57,7 @@ def run_prompts(
         return dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
     if isinstance(method, RereadsPrompt):
         read_again(attached, method, states, prompt, passes)
-    prompt.hand_to(keep, with_inputs=needs_inputs)
+    prompt.hand_to(keep)
     return hidden
 
 

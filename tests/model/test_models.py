@@ -317,10 +317,10 @@ def test_a_model_is_loaded_from_a_folder_or_given_as_it_is(model_dir):
     model, config = tiny_model("llama", **SIZES), configured(model_dir)
     byte_tokenizer().save_pretrained(model_dir)
     loaded = load_model(config)
-    given = from_memory(model, byte_tokenizer(), "mine")
+    given = from_memory(model, byte_tokenizer())
     assert torch.equal(loaded.model(IDS).logits, given.model(IDS).logits)
     assert {p.dtype for p in load_model(replace(config, dtype="bfloat16")).model.parameters()} == {torch.bfloat16}
-    assert (loaded.name, given.name, given.max_length) == ("tiny", "mine", loaded.max_length)
+    assert (loaded.name, given.name, given.max_length) == ("tiny", "llama", loaded.max_length)
     identity = inputs.model(config)
     (model_dir / "chat_template.jinja").write_text("{{ messages }}")
     renamed = inputs.model(replace(config, name="renamed"))
