@@ -110,7 +110,8 @@ def from_memory(
 ) -> LoadedModel:
     """A model that the caller has loaded, as of `load_model`. It is put into evaluation mode.
 
-    Its name is the last part of `model.name_or_path`, else its family. Raises UserError for a tokenizer with more tokens than the model has embeddings.
+    Its name is the last part of `model.name_or_path`, else its family. Raises UserError for a
+    tokenizer with more tokens than the model has embeddings.
     """
     name = Path(model.name_or_path or model.config.model_type).name
     if tokenizer is not None:
