@@ -100,7 +100,7 @@ class ReplaySession:
             keeps_uncoded=measure_errors,
         )
         self.model_cache = attached.new_cache()
-        self.reads = ReadStats(**self._constants())
+        self.reads = self._constants()
 
     def prefill(self, ids: Tensor, valid: Tensor, multiplicity: Tensor | None = None) -> Tensor:
         """Run the prompt densely, and again where the method asks for it.
@@ -125,7 +125,7 @@ class ReplaySession:
             self.attached, self.method, states, ids, valid, self._keep_prompt, self.model_cache
         )
         pairs = float((_weights(valid, multiplicity) * (positions + 1)).sum())
-        self.reads += ReadStats(pairs=pairs, pairs_read=pairs, **self._constants())
+        self.reads += replace(self._constants(), pairs=pairs, pairs_read=pairs)
         return hidden
 
     def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
@@ -166,7 +166,7 @@ class ReplaySession:
         )
         resident_sum = float(weights.sum(1).cpu() @ resident)
         stats = rows.stats(weights)
-        self.reads += replace(stats, resident_sum=resident_sum, **self._constants())
+        self.reads += self._constants() + replace(stats, resident_sum=resident_sum)
         if self.needles is not None:
             self.needle_read = rows.counts.needle_shares()
         if self.measure_errors:
@@ -192,7 +192,7 @@ class ReplaySession:
         """A session of the sequences `index` [new_batch] of this one, state copied; its `reads` and
         `errors` start empty."""
         child = copy(self)
-        child.reads = ReadStats(**self._constants())
+        child.reads = self._constants()
         child.errors = []
         child.needle_read = None
         if self.needles is not None:
@@ -213,17 +213,18 @@ class ReplaySession:
         child.model_cache = self.model_cache.fork(index)
         return child
 
-    def _constants(self) -> dict[str, float]:
+    def _constants(self) -> ReadStats:
+        """No counts, and what does not change while a session runs."""
         latent = 0
         for layer in self.attached.layers:
             if layer.latent is not None:
                 latent += layer.num_kv_heads * layer.elements
         governed = [policy.number for policy in self.policies if policy.kind == "method"]
-        return {
-            "code_bits": 16 if self.codec is None else mean_bits(self.codec, governed),
-            "recurrent_bytes": self.model_cache.nbytes / len(self.final_lengths),
-            "latent_bytes": latent * self.attached.dtype.itemsize,
-        }
+        return ReadStats(
+            code_bits=16 if self.codec is None else mean_bits(self.codec, governed),
+            recurrent_bytes=self.model_cache.nbytes / len(self.final_lengths),
+            latent_bytes=latent * self.attached.dtype.itemsize,
+        )
 
 
 def _weights(valid: Tensor, multiplicity: Tensor | None) -> Tensor:
