@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from methods.attention import MANY_ROWS, by_matrix, product
-from methods.codecs.base import plane_width
 from methods.codecs.integers import GROUP_META_BYTES, IntegerCodec
 from methods.compiled import kernels_for
+from methods.packing import plane_width
 
 BLOCK_BYTES = 2**19
 """Codes that a CPU holds as floats at a time, a part of a second-level cache."""
@@ -41,7 +41,7 @@ def coded_scores(query: Tensor, keys: Tensor, codec: IntegerCodec) -> Tensor:
     rows, columns = query.shape[2:]
     kernels = kernels_for(query)
     if kernels is not None and rows <= kernels.MOST_ROWS:
-        return kernels.coded_scores(query, keys, codec)
+        return kernels.coded_scores(query, keys, codec.bits, codec.group_size)
     if query.device.type == "cpu":
         query = query.float()
         if rows >= MANY_ROWS:

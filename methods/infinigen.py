@@ -208,6 +208,15 @@ class Capped(Method):
         frac, least, whole = self.limits(cached, final)
         return torch.minimum(floor_frac(frac, whole).clamp(min=least), cached)
 
+    def best(self, values: Tensor, cached: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask of the largest values, as many as the cap says, and their number, fp64 [batch,
+        rows]."""
+        if kernels := kernels_for(values):
+            frac, least, whole = self.limits(cached, final)
+            return kernels.largest(values, frac=frac, least=least, whole=whole, cached=cached)
+        count = self.cap(cached, final)
+        return largest(values, count), count.double()
+
 
 @dataclass(frozen=True)
 class ScoreSelecting(Capped, Selecting):

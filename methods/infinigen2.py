@@ -50,7 +50,7 @@ from methods.compiled import kernels_for
 from methods.extras import Calibrates
 from methods.infinigen import Capped, ScoreSelecting, by_layer
 from methods.projection import BITS_MEANING, INDEX_BITS, ProjectedState, tokens_of
-from methods.sampling import lasting_numbers, log_weights, sampled
+from methods.sampling import log_weights, ranked
 from methods.selection import ChoosingBy, hide, summed_probs
 from methods.settings import least, one_of, setting, share
 
@@ -220,23 +220,16 @@ class SampledRest(Capped):
         tokens' score, as `coded_distances` codes them, [batch, num_kv_heads, slots]; None: all are
         1. The layer decides the random numbers.
         """
-        cached = rows.positions
         if kernels := kernels_for(scores):
             score = kernels.summed_probs(scores, rows, distances)
-            ranked = kernels.ranked(score, rows, self.seed, layer)
-            frac, least, whole = self.limits(cached, final)
-            mask, num_read = kernels.largest(
-                ranked, None, None, frac=frac, least=least, whole=whole, cached=cached
-            )
-            return Selection(mask, num_read, bias=log_weights(score, ranked, mask).unsqueeze(2))
-        hide(scores, rows)
-        score = summed_probs(scores)
-        if distances is not None:
-            score *= decoded_distances(distances).unsqueeze(2)
-        numbers = lasting_numbers(self.seed, layer, rows, score.shape[1])
-        count = self.cap(cached, final)
-        sample = sampled(score, numbers, count)
-        return Selection(sample.mask, count.double(), bias=sample.log_weights.unsqueeze(2))
+        else:
+            hide(scores, rows)
+            score = summed_probs(scores)
+            if distances is not None:
+                score *= decoded_distances(distances).unsqueeze(2)
+        ranks = ranked(score, self.seed, layer, rows)
+        mask, num_read = self.best(ranks, rows.positions, final)
+        return Selection(mask, num_read, bias=log_weights(score, ranks, mask).unsqueeze(2))
 
 
 class InfiniGen2SampledState(InfiniGen2State):
@@ -435,7 +428,7 @@ def coded_product(rows: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
     """
     kernels = kernels_for(rows)
     if kernels and rows.shape[2] <= kernels.MOST_ROWS:
-        return kernels.coded_product(rows, side, codec)
+        return kernels.coded_product(rows, side, codec.bits, codec.group_size)
     codes, lo, step = codec.unpack(side, codec.group_size, torch.float32)
     lo, step = lo.squeeze(-1).float(), step.squeeze(-1).float()
     rows = rows.float()

@@ -52,7 +52,8 @@ from torch import Tensor
 
 from methods.attention import product
 from methods.base import Calibration, Geometry, Lengths, PromptRows, QueryRows
-from methods.codecs.base import code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.base import hadamard
+from methods.packing import code_bytes, pack_codes, unpack_codes
 from methods.selection import Retrieving, RetrievingState, ascending, at_least, largest
 from methods.settings import least, setting, share
 

@@ -1,6 +1,6 @@
 """Samples of cached tokens, and the weights with which they stand for the tokens that are not read.
 
-`sampled` draws by score. A token of score p gets a random number u in (0, 1), and the tokens with
+A sample is drawn by score. A token of score p gets a random number u in (0, 1), and the tokens with
 the largest p / u are read. Let c be the largest p / u of the tokens that are not read. A token of
 score p >= c is read whatever its number is. A token of less score is read with probability p / c,
 and so it counts c / p times. Every sum over the weighted tokens is then right on average: priority
@@ -14,45 +14,32 @@ cache has them already.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from methods.base import QueryRows
 from methods.compiled import kernels_for
-from methods.selection import largest
 
 Number = TypeVar("Number", int, Tensor)
 WORD = 2**32 - 1
 """The bits of a hash."""
 LASTING_BITS = 23
-"""Of a lasting number: with a half added, fp32 holds it exactly."""
+"""Bits of a lasting number: with a half added, fp32 holds it exactly."""
 
 
-class Sample(NamedTuple):
-    """mask: tokens that are read, bool [batch, sets, rows, slots]. log_weights: logarithm of how
-    many times each of them counts, fp32 of the same shape; 0 for a token that counts once and for
-    one that is not read."""
-
-    mask: Tensor
-    log_weights: Tensor
-
-
-def sampled(score: Tensor, numbers: Tensor, count: Tensor) -> Sample:
-    """Draw the `count` tokens with the largest score / number.
-
-    score: fp32 [batch, sets, rows, slots], above 0 and finite, -inf for a token that may not be
-    read; numbers: in (0, 1), broadcast to it; count: int [batch, rows]. Where there are no more
-    than `count` tokens, all are read and count once. No device sync.
-    """
-    ranked = score / numbers
-    mask = largest(ranked, count)
-    return Sample(mask, log_weights(score, ranked, mask))
+def ranked(score: Tensor, seed: int, layer: int, rows: QueryRows) -> Tensor:
+    """Score / number of each token: those with the largest are drawn. fp32 like `score` [batch,
+    sets, rows, slots], which is above 0 and finite, -inf for a token that may not be read."""
+    if kernels := kernels_for(score):
+        return kernels.ranked(score, rows, mixed(seed), layer, LASTING_BITS)
+    return score / lasting_numbers(seed, layer, rows, score.shape[1])
 
 
 def log_weights(score: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
-    """The weights of a `Sample`. ranked: score / number; mask: the tokens that are read."""
+    """Logarithm of how many times each token that is read (`mask`) counts, fp32 like `score`; 0
+    for a token that counts once and for one that is not read."""
     if kernels := kernels_for(score):
         return kernels.log_weights(score, ranked, mask)
     border = ranked.masked_fill(mask, 0.0).amax(-1, keepdim=True)

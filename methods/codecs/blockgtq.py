@@ -22,20 +22,17 @@ from torch import Tensor
 
 from methods.codecs.base import (
     RowCodec,
-    code_bytes,
     collected,
     deal_out,
     dealt_bytes,
     in_range,
-    pack_codes,
-    plane_width,
     require_group_size,
     require_name,
     to_half,
     total,
-    unpack_codes,
 )
 from methods.codecs.turbo import normal_levels
+from methods.packing import code_bytes, pack_codes, plane_width, unpack_codes
 
 BLOCKGTQ_BITS = {"gtq3": 3, "gtq2": 2}
 MORE_BITS = 3

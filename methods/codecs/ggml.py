@@ -17,16 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from methods.codecs.base import (
-    RowCodec,
-    hadamard,
-    in_range,
-    pack_planes,
-    require_name,
-    to_half,
-    unpack_planes,
-)
+from methods.codecs.base import RowCodec, hadamard, in_range, require_name, to_half
 from methods.codecs.integers import Rotation
+from methods.packing import pack_planes, unpack_planes
 
 GGML_BITS = {"q8_0": 8, "q5_1": 5, "q4_0": 4}
 GGML_BLOCK = 32

@@ -31,14 +31,12 @@ from methods.codecs.base import (
     RowCodec,
     hadamard,
     in_range,
-    pack_planes,
-    plane_width,
     require_group_size,
     require_name,
     to_half,
-    unpack_planes,
 )
 from methods.compiled import kernels_for
+from methods.packing import pack_planes, plane_width, unpack_planes
 
 INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
 Rotation = Literal["hadamard"]
@@ -86,7 +84,7 @@ class IntegerCodec(RowCodec):
 
     def encode(self, x: Tensor) -> Tensor:
         if self.is_plain and (kernels := kernels_for(x)):
-            return kernels.encode(x, self)
+            return kernels.encode(x, self.bits, self.group_size)
         codes, lo, step = self._quantize(x)
         packed = pack_planes(self._ungrouped(codes, x.shape), self.bits)
         return torch.cat([self._pack_meta(lo, step), packed], dim=-1)

@@ -26,14 +26,12 @@ from methods.codecs.base import (
     dealt_bytes,
     hadamard,
     in_range,
-    pack_planes,
-    plane_width,
     require_group_size,
     require_name,
     to_half,
     total,
-    unpack_planes,
 )
+from methods.packing import pack_planes, plane_width, unpack_planes
 
 KVARN_BITS = {"kvarn4": 4, "kvarn2": 2}
 ROUNDS = 16

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.codecs.base import RowCodec, pack_planes, plane_width, unpack_planes
+from methods.codecs.base import RowCodec
 from methods.codecs.floats import FP8_MAX
+from methods.packing import pack_planes, plane_width, unpack_planes
 
 NVFP4 = "nvfp4"
 E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -25,17 +25,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from methods.codecs.base import (
-    RowCodec,
-    code_bytes,
-    hadamard,
-    in_range,
-    pack_codes,
-    require_name,
-    to_half,
-    total,
-    unpack_codes,
-)
+from methods.codecs.base import RowCodec, hadamard, in_range, require_name, to_half, total
+from methods.packing import code_bytes, pack_codes, unpack_codes
 
 TURBO_BITS = {"turbo4": 4, "turbo3": 3, "turbo2": 2}
 

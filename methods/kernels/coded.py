@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods import compiled
-from methods.codecs.base import FP16_MAX, plane_width
-from methods.codecs.integers import IntegerCodec
+from methods.kernels import common
+from methods.packing import plane_width
 
 TO_WHOLE = tl.constexpr(1.5 * 2**23)
 """Adding this rounds a number below 2^22 to a whole one, halves to the even neighbour."""
-HALF_MAX = tl.constexpr(FP16_MAX)
+HALF_MAX = tl.constexpr(torch.finfo(torch.float16).max)
 MOST_ROWS = 64
 """Rows of a KV head that kernels of a step take; of more, torch makes products."""
 
@@ -76,19 +75,20 @@ def _pack(
     pack_row(states + row * HEAD_DIM, packed + row * ROW_BYTES, HEAD_DIM, BITS, GROUP_SIZE)
 
 
-def encode(x: Tensor, codec: IntegerCodec) -> Tensor:
+def encode(x: Tensor, bits: int, group_size: int) -> Tensor:
     """As `IntegerCodec.encode` without a rotation: rows [..., head_dim] as uint8 [..., row
     bytes]."""
     head_dim = x.shape[-1]
-    packed = x.new_empty((*x.shape[:-1], codec.row_bytes(head_dim)), dtype=torch.uint8)
+    row_bytes = 4 * triton.cdiv(head_dim, group_size) + plane_width(head_dim, bits)
+    packed = x.new_empty((*x.shape[:-1], row_bytes), dtype=torch.uint8)
     if packed.numel():
         _pack[(x.shape[:-1].numel(),)](
             x.contiguous(),
             packed,
             HEAD_DIM=head_dim,
-            BITS=codec.bits,
-            GROUP_SIZE=codec.group_size,
-            ROW_BYTES=packed.shape[-1],
+            BITS=bits,
+            GROUP_SIZE=group_size,
+            ROW_BYTES=row_bytes,
             num_warps=1,
         )
     return packed
@@ -145,13 +145,13 @@ def load_half(low, byte_stride, held):
     return word.to(tl.float16, bitcast=True).to(tl.float32)
 
 
-def coded_scores(query: Tensor, keys: Tensor, codec: IntegerCodec) -> Tensor:
+def coded_scores(query: Tensor, keys: Tensor, bits: int, group_size: int) -> Tensor:
     """As `methods.coded_keys.coded_scores`, for at most `MOST_ROWS` rows."""
     batch, heads, rows, columns = query.shape
     slots = keys.shape[2]
     scores = query.new_empty((batch, heads, rows, slots), dtype=torch.float32)
     padded = triton.next_power_of_2(rows)
-    tile = max(1, compiled.ELEMENTS // padded)
+    tile = max(1, common.ELEMENTS // padded)
     in_memory = keys if keys.stride(-1) == 1 else keys.mT  # the kernel is told all strides
     _coded_scores[(batch * heads * triton.cdiv(slots, tile),)](
         query.contiguous(),
@@ -162,8 +162,8 @@ def coded_scores(query: Tensor, keys: Tensor, codec: IntegerCodec) -> Tensor:
         heads,
         *keys.stride(),
         COLUMNS=columns,
-        BITS=codec.bits,
-        GROUP_SIZE=codec.group_size,
+        BITS=bits,
+        GROUP_SIZE=group_size,
         ROWS=padded,
         TILE=tile,
     )
@@ -205,10 +205,9 @@ def _coded_product(
         tl.store(products + column, of_plane, mask=(byte < width) & (column < COLUMNS))
 
 
-def coded_product(states: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
+def coded_product(states: Tensor, side: Tensor, bits: int, columns: int) -> Tensor:
     """As `methods.infinigen2.coded_product`."""
     batch, heads, rows, head_dim = states.shape
-    columns = codec.group_size
     products = states.new_empty((batch, heads, rows, columns), dtype=torch.float32)
     _coded_product[(batch * heads * rows,)](
         states.contiguous(),
@@ -221,7 +220,7 @@ def coded_product(states: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
         HEAD_DIM=head_dim,
         ELEMENTS_OF_HEAD=triton.next_power_of_2(head_dim),
         COLUMNS=columns,
-        BITS=codec.bits,
-        WIDTH=triton.next_power_of_2(plane_width(columns, codec.bits)),
+        BITS=bits,
+        WIDTH=triton.next_power_of_2(plane_width(columns, bits)),
     )
     return products

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods import compiled
+from methods.kernels import common
 
 EMPTY = tl.constexpr(torch.iinfo(torch.int32).max)
 """As `methods.base.EMPTY`."""
@@ -143,7 +143,7 @@ def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int
     widths = tuple(tensor[0, 0, 0].numel() for tensor in data.values())
     values = tuple(empties[name] for name in data)
     given = (tokens, tuple(data.values()), free, own, tokens.shape[2])
-    _place_own[(free.numel(),)](*given, WIDTHS=widths, EMPTIES=values, TILE=compiled.ELEMENTS)
+    _place_own[(free.numel(),)](*given, WIDTHS=widths, EMPTIES=values, TILE=common.ELEMENTS)
     return free
 
 
@@ -159,7 +159,7 @@ def evict_least(
     heads = tokens.shape[1]
     sizes = (slots, tokens.shape[2], heads, positions.stride(0))
     _evict_least[(len(tokens) * heads,)](
-        score, tokens, positions, limits, *sizes, TILE=compiled.ELEMENTS
+        score, tokens, positions, limits, *sizes, TILE=common.ELEMENTS
     )
 
 
@@ -167,8 +167,8 @@ def use(
     chosen: Tensor, ascending: Tensor, data: tuple[Tensor, Tensor, Tensor], positions: Tensor,
     limits: tuple[Tensor, Tensor], policy: str,
 ) -> None:  # fmt: skip
-    """As `PooledState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last
-    fetches; limits: capacities and numbers of unprotected tokens, int64 [batch]."""
+    """As `InfiniGenPoolState.use`. positions: int [batch], -1 for padding; data: tokens, fetches
+    and last fetches; limits: capacities and numbers of unprotected tokens, int64 [batch]."""
     tokens, heads = data[0], chosen.shape[1]
     sizes = (chosen.shape[2], tokens.shape[2], heads, positions.stride(0))
     grid = (len(tokens) * heads,)
@@ -180,5 +180,5 @@ def use(
         *limits,
         *sizes,
         POLICY=policy,
-        TILE=compiled.ELEMENTS,
+        TILE=common.ELEMENTS,
     )

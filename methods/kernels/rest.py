@@ -13,17 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods import compiled
 from methods.base import QueryRows
-from methods.codecs.integers import IntegerCodec
+from methods.kernels import common
 from methods.kernels.coded import load_half, width_of
-from methods.kernels.selection import set_strides
+from methods.kernels.common import set_strides
 
 PART = 1024
 """Slots of a program, about."""
 PRODUCTS = 4
 """Products of a weight and a number of the index that a program holds at a time, as a multiple of
-`compiled.ELEMENTS`."""
+`common.ELEMENTS`."""
 
 
 @triton.jit(
@@ -142,7 +141,7 @@ def _rest_of_parts(
 
 def index_of_rest(
     scores: Tensor, unscored: Tensor, read: Tensor, rows: QueryRows, keys: Tensor,
-    codec: IntegerCodec, *, columns: int, scale: float,
+    *, columns: int, bits: int, group_size: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Of the visible tokens that a row does not read: the logarithm of the sum of exp(score), fp32
     [batch, num_kv_heads, group, rows], -inf where there are none; and the mean of their index by
@@ -155,7 +154,7 @@ def index_of_rest(
     batch, heads, group, num_rows, slots = scores.shape
     head_dim, tokens = rows.query.shape[-1], rows.slot_positions
     padded, numbers = triton.next_power_of_2(group), triton.next_power_of_2(columns)
-    tile = max(16, PRODUCTS * compiled.ELEMENTS // (padded * numbers))
+    tile = max(16, PRODUCTS * common.ELEMENTS // (padded * numbers))
     tiles = max(1, min(PART, slots) // tile)
     parts = triton.cdiv(slots, tile * tiles)
     programs = batch * heads * num_rows * parts
@@ -186,8 +185,8 @@ def index_of_rest(
         ELEMENTS_OF_HEAD=triton.next_power_of_2(head_dim),
         COLUMNS=columns,
         NUMBERS=numbers,
-        BITS=codec.bits,
-        GROUP_SIZE=codec.group_size,
+        BITS=bits,
+        GROUP_SIZE=group_size,
         HEADS=padded,
         TILE=tile,
     )

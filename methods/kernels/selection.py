@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods import compiled
 from methods.base import QueryRows
+from methods.kernels import common
 from methods.kernels.coded import TO_WHOLE
-from methods.sampling import LASTING_BITS, mixed
+from methods.kernels.common import set_strides
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Smaller values are hidden."""
@@ -272,12 +272,6 @@ def _take_largest(
         equal_before += tl.sum(equal, 0)
 
 
-def set_strides(tokens: Tensor) -> tuple[int, int]:
-    """From one batch element and set to the next in [batch, 1 or sets, slots], 0 along what is
-    shared."""
-    return tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0
-
-
 def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Tensor]:
     """Each set's r (see `Selecting.reduced`), -inf where a row sees no token, fp32 [batch, sets,
     rows, slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
@@ -291,7 +285,7 @@ def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Ten
     within = scores.new_empty((batch, sets, num_rows), dtype=torch.int32)
     heads = triton.next_power_of_2(group)
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), found, within, alpha)
-    tile = max(1, compiled.ELEMENTS // heads)
+    tile = max(1, common.ELEMENTS // heads)
     shape = (slots, sets, num_rows, group, *set_strides(tokens))
     _relative[(batch * sets * num_rows,)](*data, *shape, HEADS=heads, TILE=tile)
     return found, within
@@ -308,7 +302,7 @@ def summed_probs(scores: Tensor, rows: QueryRows, distances: Tensor | None = Non
     shape = (slots, sets, num_rows, group)
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), summed)
     coded = (distances, *(distances.stride()[:2] if distances is not None else (0, 0)))
-    tile = max(1, compiled.ELEMENTS // heads)
+    tile = max(1, common.ELEMENTS // heads)
     grid = (batch * sets * num_rows,)
     _summed_probs[grid](*data, *shape, *set_strides(tokens), *coded, HEADS=heads, TILE=tile)
     return summed
@@ -335,9 +329,8 @@ def code_distances(values: Tensor, means: Tensor, codes: Tensor) -> None:
     )
 
 
-def ranked(score: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
-    """Score / number of each token, by which a sample is drawn (`methods.sampling`): fp32 [batch,
-    sets, rows, slots], like `score`."""
+def ranked(score: Tensor, rows: QueryRows, salt: int, layer: int, number_bits: int) -> Tensor:
+    """As `methods.sampling.ranked`. salt: a hash of the seed. number_bits: of a token's number."""
     batch, sets, num_rows, slots = score.shape
     tokens = rows.slot_positions
     found = torch.empty_like(score)
@@ -346,12 +339,12 @@ def ranked(score: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
         score,
         tokens,
         found,
-        mixed(seed),
+        salt,
         layer,
         *shape,
         *set_strides(tokens),
-        NUMBERS=2**LASTING_BITS,
-        TILE=compiled.ELEMENTS,
+        NUMBERS=2**number_bits,
+        TILE=common.ELEMENTS,
     )
     return found
 
@@ -366,7 +359,7 @@ def random_numbers(salt: int, seed: int, rows: QueryRows, sets: int) -> Tensor:
     data = (tokens, rows.positions.contiguous(), found, salt, seed)
     shape = (tokens.shape[-1], sets, num_rows)
     _random_numbers[(batch * sets * num_rows,)](
-        *data, *shape, *set_strides(tokens), TILE=compiled.ELEMENTS
+        *data, *shape, *set_strides(tokens), TILE=common.ELEMENTS
     )
     return found
 
@@ -376,7 +369,7 @@ def log_weights(score: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
     score, ranked, mask = score.contiguous(), ranked.contiguous(), mask.contiguous()
     found = torch.empty_like(score)
     grid = (score.numel() // max(1, score.shape[-1]),)
-    _log_weights[grid](score, ranked, mask, found, score.shape[-1], TILE=compiled.ELEMENTS)
+    _log_weights[grid](score, ranked, mask, found, score.shape[-1], TILE=common.ELEMENTS)
     return found
 
 
@@ -408,6 +401,6 @@ def largest(
     cap = {"FRAC": frac, "LEAST": least, "MEAN_OF": mean_of}
     grid = (batch * sets * num_rows,)
     _take_largest[grid](
-        *given, mask, taken, slots, sets, num_rows, **cap, TILE=compiled.ELEMENTS, num_warps=8
+        *given, mask, taken, slots, sets, num_rows, **cap, TILE=common.ELEMENTS, num_warps=8
     )
     return mask, taken
