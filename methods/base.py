@@ -12,8 +12,7 @@ token a slot holds.
 
 Most methods start from an easier base: `methods.selection` scores tokens or pages and reads the
 best ones, `methods.prompt_evicting` and `methods.evicting` give each token a score and keep the
-best ones. What only some methods need, such as a second reading of the prompt, is in
-`methods.extras`: a class to derive from beside such a base.
+best ones.
 
 Shapes: batch, heads (query heads), num_kv_heads, group = heads / num_kv_heads, rows, slots,
 head_dim.
@@ -22,7 +21,7 @@ head_dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self, final
@@ -58,7 +57,7 @@ NAMES_ROWS: frozenset[When] = frozenset(
 """Here `select` runs before the fetch and decides which rows are fetched."""
 
 Calibration = Mapping[str, Tensor]
-"""What `Calibrates.calibrate` measured, by name; for all layers together they are stacked first:
+"""What `Method.calibrate` measured, by name; for all layers together they are stacked first:
 [num_layers, ...]."""
 
 
@@ -121,11 +120,9 @@ class Method:
         is needed."""
         assert self.state is not None, "a method that reads everything has no state"
         self.check(geometry, lengths)
-        return self.state(self, geometry, lengths, self._needed(calibration))
-
-    def _needed(self, calibration: Calibration | None) -> Calibration | None:
-        """The calibration where the method needs one (`methods.extras.Calibrates`)."""
-        return None
+        if self.needs_calibration and calibration is None:
+            raise ValueError(f"method {self.title}: needs a calibration; calibrate first")
+        return self.state(self, geometry, lengths, calibration if self.needs_calibration else None)
 
     # Budgets
 
@@ -169,6 +166,98 @@ class Method:
         `budget`)."""
         return 1.0
 
+    # What is measured once of a model
+
+    calibration_settings: ClassVar[tuple[str, ...]] = ()
+    """Names of the settings that change what `calibrate` measures."""
+
+    @property
+    def needs_calibration(self) -> bool:
+        """True if `calibrate` must run on the calibration text before the first batch. A setting
+        may do without."""
+        return type(self).calibrate is not Method.calibrate
+
+    def calibrate(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
+    ) -> Calibration:
+        """Measure one layer. The result is kept on disk for the same method and settings.
+
+        query: [heads, tokens, head_dim], key: [num_kv_heads, tokens, head_dim], post-position, from
+        position 0 on. earlier: results of the layers before this one, so `len(earlier)` is the
+        layer's number.
+        """
+        raise NotImplementedError
+
+    def settled(self, calibration: Calibration) -> Self:
+        """This method with the settings that its calibration decides, such as which layers choose
+        for others. It reads as many tokens as before."""
+        return self
+
+    # A second reading of the prompt
+
+    @final
+    @property
+    def rereads_prompt(self) -> bool:
+        """True if the model reads the prompt again after its dense pass, by `repetitions`."""
+        return type(self).repetitions is not Method.repetitions
+
+    def repetitions(self, prompt: int) -> list[Repetition]:
+        """The passes of the model that follow a prompt of so many tokens."""
+        raise NotImplementedError
+
+    def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
+        """What a pass says of the tokens of its chunk in one layer: scores, fp32 [num_kv_heads,
+        chunk]."""
+        raise NotImplementedError
+
+    @property
+    def needs_norms(self) -> bool:
+        """True if `reread` is to get the norms of `RereadRows`."""
+        return False
+
+    def tokenized(self, encode: Callable[[str], Sequence[int]]) -> Self:
+        """This method with its texts as token ids of the model, made by `encode`."""
+        return self
+
+    # What few methods need
+
+    needs_inputs: ClassVar[bool] = False
+    """True if `State.prompt` gets the layer's attention module and its input
+    (`PromptRows.inputs`), for a rule that uses the module's weights. Not where it rereads."""
+    weighs_rest: ClassVar[bool] = False
+    """True if the `Rest` of its selections has a log-mass. Attention then computes scores, which a
+    fused call hides."""
+
+    def check_inputs(self, inputs: LayerInputs, query: Tensor) -> None:
+        """Raise ValueError where the method cannot work with such an attention module.
+
+        inputs: of the first layer under the method, for a few tokens of one sequence. query: what
+        the model makes of them, [1, heads, tokens, head_dim], post-position.
+        """
+
+    @final
+    @property
+    def keeps_keys(self) -> bool:
+        """True if the state gives keys back (`State.rebuild`). The cache then holds values only,
+        and only they cross the link. Some tokens of the prompt and all generated ones stay exact
+        on the device."""
+        return self.state is not None and self.state.rebuild is not State.rebuild
+
+    def tokens_resident(self, counts: TokenCounts, layer: int) -> int:
+        """Cached tokens that stay exact on the device, where the state keeps the keys."""
+        return 0
+
+    @property
+    def replay_only(self) -> str | None:
+        """Why it can be scored but not decoded live, in words for the user; None where it can."""
+        return None
+
+    @property
+    def file(self) -> str | None:
+        """Path of the data file that it opens, whose contents belong to a run's identity; None for
+        none."""
+        return None
+
 
 class State:
     """Everything of a method that changes while a batch of sequences runs. Dropped with the batch.
@@ -178,12 +267,16 @@ class State:
     slot_tensors: names of attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots,
         ...], with the value of an empty slot. They are copied and counted too, and `fork` makes
         room in them.
+    handed_on: names of attributes, tensors or dicts of them, that the `select` of one layer leaves
+        to later layers. A model over several devices has a state on each; these attributes are
+        handed from device to device.
     selects_without_own: True if `select` needs nothing that `append` keeps of the row's current
     token. Live decoding then appends the current token while the selected rows cross the link.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
     slot_tensors: ClassVar[Mapping[str, float]] = {}
+    handed_on: ClassVar[tuple[str, ...]] = ()
     selects_without_own: ClassVar[bool] = False
 
     def __init__(
@@ -238,6 +331,37 @@ class State:
         """
         raise NotImplementedError
 
+    def take_over(self, earlier: State) -> None:
+        """Copy the `handed_on` attributes from the state of another device."""
+        device = self.lengths.final.device
+        for name in self.handed_on:
+            held = getattr(earlier, name)
+            setattr(self, name, each_tensor(held, lambda tensor: tensor.to(device)))
+
+    def take_scores(self, score: Mapping[int, Tensor], rows: PromptRows) -> None:
+        """Take what `Method.reread` said of each prompt token, before the `prompt` of any layer.
+
+        score: of every layer under the method, on the layer's device, fp32 [batch, num_kv_heads,
+        prompt]; 0 for a token of no chunk.
+        """
+        raise NotImplementedError
+
+    def resident(self, layer: int) -> Tensor:
+        """Prompt tokens that stay on the device where the state keeps the keys, bool [batch,
+        num_kv_heads, prompt].
+
+        Every row reads them beside its selection, which names none of them. Called once, after
+        `prompt`.
+        """
+        raise NotImplementedError
+
+    def rebuild(self, layer: int, slots: Tensor) -> Tensor:
+        """Keys of prompt tokens as they are read, [batch, num_kv_heads, n, head_dim].
+
+        slots: int [batch, num_kv_heads, n]; the result for a negative one may be anything.
+        """
+        raise NotImplementedError
+
     def fork(self, index: Tensor, num_slots: int) -> State:
         """A copy for sequences `index` [new_batch] of this batch, with room for `num_slots`
         slots."""
@@ -274,8 +398,38 @@ def each_tensor(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
 # What a state is given
 
 
+class Repetition(NamedTuple):
+    """A pass of the model after a prompt, over rows that see the whole prompt and one another
+    causally.
+
+    parts: their tokens, in order: ids, or tokens of the prompt. chunk: the prompt's tokens that the
+    pass is about.
+    """
+
+    parts: list[tuple[int, ...] | slice]
+    chunk: slice
+
+
+class RereadRows(NamedTuple):
+    """The rows of a `Repetition` in one layer, for one sequence without its padding.
+
+    query: [1, heads, rows, head_dim], key: [1, num_kv_heads, rows, head_dim], post-position.
+    prompt_key: [1, num_kv_heads, prompt, head_dim]. chunk: of the prompt's tokens. input_norms:
+    length of each row's attention input, fp32 [rows]. value_norms: length of what the layer's
+    output projection makes of each of the chunk's values alone, fp32 [heads, chunk]. Both are None
+    unless the method `needs_norms`.
+    """
+
+    query: Tensor
+    key: Tensor
+    prompt_key: Tensor
+    chunk: slice
+    input_norms: Tensor | None = None
+    value_norms: Tensor | None = None
+
+
 class LayerInputs(NamedTuple):
-    """What an attention layer is called with, for a method that `NeedsInputs`.
+    """What an attention layer is called with, for a method that `needs_inputs`.
 
     module: the model's own attention module, with its weights; it must be left as it is. hidden:
     the module's input [batch, tokens, hidden_size]. position_embeddings: the cosines and sines that
@@ -293,8 +447,7 @@ class PromptRows(NamedTuple):
     """The prompt's layout: real bool [batch, prompt] (left padded); num_slots that the batch will
     ever use.
 
-    inputs: what the layer's module is called with; None unless the method
-    `NeedsInputs`.
+    inputs: what the layer's module is called with; None unless the method `needs_inputs`.
     """
 
     real: Tensor
@@ -367,7 +520,7 @@ class Rest(NamedTuple):
     """Replacement for tokens that are not read: output = (1 - share) * attention + share * value.
 
     share: [batch, num_kv_heads, group, rows]. value: [batch, num_kv_heads, 1 or group, rows,
-    value_dim]; finite. log_mass: instead of a share, for a method that `WeighsRest`: logarithm of
+    value_dim]; finite. log_mass: instead of a share, for a method that `weighs_rest`: logarithm of
     the sum of exp(score) that these tokens would have, fp32 like `share`; -inf for none. The share
         then follows from the scores of the tokens read.
     """
@@ -492,6 +645,18 @@ def _listed(size: int | tuple[int, ...] | None) -> tuple[int | str, ...]:
     if isinstance(size, tuple):
         return tuple(dict.fromkeys(size))
     return ("any" if size is None else size,)
+
+
+def resident_of(state: State, layer: int, key: Tensor) -> Tensor:
+    """What is `resident` of a prompt of this `key`, of the right shape."""
+    found = state.resident(layer)
+    return checked(state.resident, found, "batch, KV heads, tokens", *key.shape[:3])
+
+
+def rebuilt(state: State, layer: int, slots: Tensor) -> Tensor:
+    """The keys that `rebuild` gives, of the right shape."""
+    found, sizes = state.rebuild(layer, slots), (*slots.shape, state.geometry.head_dim)
+    return checked(state.rebuild, found, "batch, KV heads, n, head_dim", *sizes)
 
 
 # Helpers of methods

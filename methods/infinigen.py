@@ -62,7 +62,6 @@ from methods.base import (
     require,
 )
 from methods.compiled import kernels_for
-from methods.extras import Calibrates
 from methods.projection import BITS_MEANING, INDEX_BITS, ProjectedState, right_vectors
 from methods.selection import Selecting, SelectingBy, at_least, hide, largest
 from methods.settings import Allowed, least, one_of, setting, share
@@ -304,7 +303,7 @@ class ScoreSelecting(Capped, Selecting):
 
 
 @dataclass(frozen=True)
-class InfiniGen(Calibrates, ScoreSelecting, SelectingBy):
+class InfiniGen(ScoreSelecting, SelectingBy):
     """InfiniGen's settings beside the count rule's; defaults are the paper's (section 5.1).
 
     Source: InfiniGen (OSDI 2024)

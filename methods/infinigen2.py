@@ -47,7 +47,6 @@ from torch import Tensor
 from methods.base import Calibration, Geometry, PromptRows, QueryRows, Selection
 from methods.codecs.integers import IntegerCodec
 from methods.compiled import kernels_for
-from methods.extras import Calibrates
 from methods.infinigen import Capped, ScoreSelecting, by_layer
 from methods.projection import BITS_MEANING, INDEX_BITS, ProjectedState, tokens_of
 from methods.sampling import log_weights, ranked
@@ -67,7 +66,7 @@ TIE = 1e-9
 
 
 @dataclass(frozen=True)
-class BalancedIndex(Calibrates, ChoosingBy):
+class BalancedIndex(ChoosingBy):
     """Settings of the index."""
 
     partial_weight_ratio: float = setting(

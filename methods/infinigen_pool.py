@@ -29,7 +29,6 @@ from methods.base import (
 )
 from methods.compiled import kernels_for
 from methods.evicting import EvictingState
-from methods.extras import ReplayOnly
 from methods.infinigen import InfiniGen, InfiniGenState
 from methods.settings import least, one_of, setting, share
 
@@ -199,7 +198,7 @@ def _order(score: Tensor, positions: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class InfiniGenPool(ReplayOnly, InfiniGen):
+class InfiniGenPool(InfiniGen):
     """InfiniGen whose pool of each layer, sequence and KV head has a limit: `pool_tokens`, else
     `pool_frac`. `InfiniGenPoolState` says which token leaves a full pool.
 

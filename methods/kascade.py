@@ -48,14 +48,15 @@ from methods.base import (
     Calibration,
     Geometry,
     Lengths,
+    Method,
     QueryRows,
     Selection,
+    State,
     TokenCounts,
     When,
     floor_frac,
     require,
 )
-from methods.extras import Calibrates, HandsOn
 from methods.selection import largest
 from methods.settings import least, setting, share
 
@@ -69,7 +70,7 @@ UNSEEN = torch.finfo(torch.float32).min / 2
 becomes 0."""
 
 
-class KascadeState(HandsOn):
+class KascadeState(State):
     """chosen: by slot of the row's current token, what the last anchor chose for that row, bool
     [batch, num_kv_heads, slots].
 
@@ -117,7 +118,7 @@ class KascadeState(HandsOn):
 
 
 @dataclass(frozen=True)
-class Kascade(Calibrates):
+class Kascade(Method):
     """Anchors read every token. Other layers read max(`min_tokens`, floor(`budget` * cached)).
     The first layer under the method always is an anchor.
 

@@ -40,7 +40,6 @@ from methods.base import (
     TokenCounts,
     require,
 )
-from methods.extras import NeedsInputs
 from methods.presses import (
     ATTENTIONS,
     KEYS_AND_VALUES,
@@ -128,13 +127,12 @@ def press_class(choice: str) -> type[KvPress]:
         "name": f"{PACKAGE}:{choice}",
         "title": f"{PACKAGE}: {' of '.join(titles)}",
         "parts": tuple(parts),
+        "needs_inputs": len(parts) > 1 or last not in KEYS_AND_VALUES | ATTENTIONS,
         "state": ScoringState if gives_scores(presses[names[0]]) else ChoosingState,
     }
     made = [("version", str, field(default=version_installed()))]
     made += [(name, hint, field(default=default)) for name, (hint, default) in settings.items()]
-    needs_inputs = len(parts) > 1 or last not in KEYS_AND_VALUES | ATTENTIONS
-    bases = (KvPress, NeedsInputs) if needs_inputs else (KvPress,)
-    cls = make_dataclass(choice, made, bases=bases, namespace=namespace, frozen=True)
+    cls = make_dataclass(choice, made, bases=(KvPress,), namespace=namespace, frozen=True)
     cls.__qualname__ = choice
     return cls
 

@@ -47,9 +47,8 @@ import torch
 from torch import Tensor
 
 from methods.attention import PROMPT_CHUNK, Softmax
-from methods.base import Geometry, Lengths, PromptRows, require
+from methods.base import Geometry, Lengths, PromptRows, Repetition, RereadRows, require
 from methods.evicting import INF
-from methods.extras import Repetition, RereadingState, RereadRows, RereadsPrompt
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState, won
 from methods.settings import least, one_of, setting
 
@@ -57,7 +56,7 @@ NUM_LEADING = 8
 """Last tokens of the chunk before, which lead into the next one. As in the official code."""
 
 
-class KVzipState(RereadingState, PromptEvictingState):
+class KVzipState(PromptEvictingState):
     """score: by layer, until its prompt is taken in, fp32 [batch, num_kv_heads, prompt]. counts: by
     layer, number of competing tokens that stay where the layers share one budget, int [batch,
     num_kv_heads]."""
@@ -91,7 +90,7 @@ class KVzipState(RereadingState, PromptEvictingState):
 
 
 @dataclass(frozen=True)
-class KVzip(RereadsPrompt, PromptEvicting):
+class KVzip(PromptEvicting):
     """The sinks play the part of the system prompt in the official code: they stay, and are not
     repeated. Texts may be token ids, for a model without a tokenizer.
 

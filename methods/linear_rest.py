@@ -24,7 +24,6 @@ from torch import Tensor
 
 from methods.base import Calibration, PromptRows, QueryRows, Rest, Selection
 from methods.codecs.integers import IntegerCodec
-from methods.extras import WeighsRest
 from methods.infinigen2 import InfiniGen2, InfiniGen2State, coded_product
 from methods.projection import tokens_of
 
@@ -169,12 +168,14 @@ def ridge_fit(inputs: Tensor, outputs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class InfiniGen2Linear(WeighsRest, InfiniGen2):
+class InfiniGen2Linear(InfiniGen2):
     """Reads the best tokens, and estimates the others by a linear fit of values on the index.
 
     Keeps: as `infinigen2`, and a fit of the values
     Reads: the best by the layer's own query; the others are estimated
     """
+
+    weighs_rest = True
 
     title = "InfiniGen2, linear rest"
     state = LinearRestState

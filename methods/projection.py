@@ -24,7 +24,6 @@ from methods.attention import product
 from methods.base import Calibration, Geometry, PromptRows, QueryRows, State, checked
 from methods.codecs.integers import INTEGER_BITS, IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
-from methods.extras import Calibrates
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import one_of, setting, share
 
@@ -202,7 +201,7 @@ class FixedProjectionState(ProjectedState, RetrievingState):
 
 
 @dataclass(frozen=True)
-class Calibrated(Calibrates, Projected):
+class Calibrated(Projected):
     """A method whose projection is measured once, by `calibrate`."""
 
     index_bits: int | None = setting(None, BITS_MEANING, INDEX_BITS)

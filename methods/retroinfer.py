@@ -56,6 +56,7 @@ from methods.base import (
     Calibration,
     Geometry,
     Lengths,
+    Method,
     PromptRows,
     QueryRows,
     Rest,
@@ -66,7 +67,6 @@ from methods.base import (
     require,
     share_above,
 )
-from methods.extras import WeighsRest
 from methods.settings import least, setting, share
 
 SHRINK = 0.999
@@ -357,7 +357,7 @@ class RetroInferState(State):
 
 
 @dataclass(frozen=True)
-class RetroInfer(WeighsRest):
+class RetroInfer(Method):
     """Defaults are the official code's, which rounds counts to the nearest where this rounds them
     down, but for the last tokens and updates.
 
@@ -394,6 +394,8 @@ class RetroInfer(WeighsRest):
         "share of the prompt: tokens behind it that are clustered at once, at least cluster_size",
         share(zero=True),
     )
+
+    weighs_rest = True
 
     title = "RetroInfer"
     state = RetroInferState

@@ -33,15 +33,15 @@ from methods.base import (
     PromptRows,
     QueryRows,
     Selection,
+    State,
     TokenCounts,
     floor_frac,
 )
-from methods.extras import KeysOnDevice, KeysOnDeviceState
 from methods.selection import RetrievingPages, largest
 from methods.settings import least, setting, share
 
 
-class ShadowKVState(KeysOnDeviceState):
+class ShadowKVState(State):
     """What is kept of the prompt, by layer. Chunks are counted from position 0.
 
     left: [batch, prompt, rank], right: [batch, num_kv_heads, rank, head_dim]; their product is the
@@ -190,7 +190,7 @@ def _strongest(square: Tensor, rank: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ShadowKV(KeysOnDevice, RetrievingPages):
+class ShadowKV(RetrievingPages):
     """Fetches the values of `budget` of the cached tokens, or of `read_tokens`, in chunks of
     `page_size` tokens. The official code keeps a rank of 160 of 1,024, and 48 outliers of 128 Ki
     tokens.

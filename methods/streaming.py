@@ -48,7 +48,6 @@ from methods.base import (
     require,
 )
 from methods.evicting import EvictingState, EvictingToBudget
-from methods.extras import Calibrates, ReadsFile
 from methods.settings import least, setting, share
 
 
@@ -145,7 +144,7 @@ class DuoState(WindowState):
 
 
 @dataclass(frozen=True)
-class DuoAttention(Calibrates, ReadsFile, Method):
+class DuoAttention(Method):
     """Of the KV heads of the layers that are not dense, round(sparsity * their number) stream.
     Defaults are those that the authors deploy.
 

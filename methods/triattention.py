@@ -44,7 +44,6 @@ import torch
 from torch import Tensor
 
 from methods.base import Calibration, Geometry
-from methods.extras import Calibrates
 from methods.periodic import Held, KeyedState, Periodic
 from methods.settings import least, require, setting
 
@@ -98,7 +97,7 @@ class TriAttentionState(KeyedState):
 
 
 @dataclass(frozen=True)
-class TriAttention(Calibrates, Periodic):
+class TriAttention(Periodic):
     """The prompt stays, and the default budget is the official one.
 
     Source: TriAttention (ICML 2026)

@@ -17,7 +17,7 @@ from methods.codecs.floats import FloatCodec
 
 @dataclass(frozen=True)
 class NoCodec(RowCodec):
-    """Codec of keys that are not stored, because the method holds them (`KeysOnDevice`): rows
+    """Codec of keys that are not stored, because the state holds them (`Method.keeps_keys`): rows
     of no bytes."""
 
     name: str = "none"

@@ -27,7 +27,6 @@ from methods import kvpress, presses
 from methods.base import EMPTY
 from methods.capkv import CapKV
 from methods.criticalkv import CriticalKV
-from methods.extras import RereadsPrompt
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.streaming import Streaming
 from methods.tova import TOVA
@@ -226,10 +225,10 @@ def test_runs_that_share_a_prompt_share_the_inputs_of_its_layers(monkeypatch):
 
 
 def test_a_method_cannot_reread_and_have_inputs():
-    both = type("Both", (Projected, RereadsPrompt), {})
+    both = type("Both", (Projected,), {"repetitions": lambda *_: []})
     with (
         attach(tiny("gqa")) as attached,
-        pytest.raises(UserError, match="NeedsInputs and RereadsPrompt; a method can have"),
+        pytest.raises(UserError, match="needs_inputs and repetitions; a method can have"),
     ):
         replay(attached, Case(both()), PROMPTS["even"])
 
