@@ -33,7 +33,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.run.compose import load
 from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRows, QueryRows, RereadRows
-from methods.codecs.channel import ChannelCodec
+from methods.codecs.integers import ChannelCodec
 from methods.evicting import EvictingState
 from methods.full import Full
 from methods.kvzip import KVzip

@@ -18,9 +18,8 @@ from harness.settings import own_method
 from harness.settings.schema import options
 from methods.base import Method, Selection
 from methods.capkv import CapKV
-from methods.codecs.channel import ChannelCodec
 from methods.codecs.floats import FloatCodec
-from methods.codecs.integers import IntegerCodec
+from methods.codecs.integers import ChannelCodec, IntegerCodec
 from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec
 from methods.criticalkv import CriticalKV

@@ -24,7 +24,7 @@ from harness.settings.config import RunConfig
 from harness.settings.kinds import find
 from methods.base import Calibration, Method, TokenCounts
 from methods.codecs.base import RowCodec
-from methods.codecs.channel import ChannelCodec
+from methods.codecs.integers import ChannelCodec
 from methods.codecs.split import AnyCodec, CacheCodec, LayerCodecs, NamedLayers, SplitCodec
 
 MEASUREMENTS = 14

@@ -7,7 +7,8 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import torch
@@ -80,6 +81,54 @@ class RowCodec:
     def roundtrip(self, x: Tensor) -> Tensor:
         """`x` [..., head_dim] as it reads back from storage, in its own dtype."""
         return self.decode(self.encode(x), x.shape[-1], x.dtype)
+
+
+class Family(RowCodec):
+    """Codecs of one format in several numbers of bits. Raises ValueError for an unknown name.
+
+    names: the bits of each name.
+    """
+
+    names: ClassVar[Mapping[str, int]]
+
+    def __post_init__(self) -> None:
+        require_name(self.name, self.names)
+
+    @property
+    def bits(self) -> int:
+        """Bits that an element counts, without scales."""
+        return self.names[self.name]
+
+
+@dataclass(frozen=True)
+class TileCodec(Family):
+    """Codecs of tiles of `group_size` tokens, counted from the first one.
+
+    Rows are [..., tokens, head_dim]. `encode` and `decode` take whole tiles; `roundtrip` leaves an
+    unfinished one as it is. A tile's scales are dealt out to its rows, so that all rows have the
+    same length. Raises ValueError for a group_size below 2.
+    """
+
+    name: str
+    group_size: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_group_size(self.group_size, least=2)
+
+    @property
+    def span(self) -> int:
+        return self.group_size
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        whole = x.shape[-2] - x.shape[-2] % self.group_size
+        if not whole:
+            return x
+        return torch.cat([self.tiles_back(x[..., :whole, :]).to(x.dtype), x[..., whole:, :]], -2)
+
+    def tiles_back(self, x: Tensor) -> Tensor:
+        """Whole tiles of rows as they read back, in fp32."""
+        raise NotImplementedError
 
 
 def require_name(name: str, known: Collection[str]) -> None:

@@ -21,13 +21,11 @@ import torch
 from torch import Tensor
 
 from methods.codecs.base import (
-    RowCodec,
+    TileCodec,
     collected,
     deal_out,
     dealt_bytes,
     in_range,
-    require_group_size,
-    require_name,
     to_half,
     total,
 )
@@ -57,52 +55,30 @@ class Layout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockGtqCodec(RowCodec):
+class BlockGtqCodec(TileCodec):
     """Directions of channels of one width, coded by Lloyd-Max centroids, and their lengths.
 
     A pair are channels i and i + head_dim / 2, as in Llama. Rotations are Hadamard matrices on the
     first and then on the last 2^n channels of a width; the authors' are random.
 
-    Rows are [..., tokens, head_dim], tiles are counted from the first token; head_dim is even.
-    `encode` and `decode` take whole tiles; `roundtrip` leaves an unfinished one as it is. A row is
-    `[a part of its tile's widths | length of each width (fp16) | codes]`.
-
-    name: one of BLOCKGTQ_BITS. group_size: tokens of a tile. Raises ValueError for an unknown name,
-    or a group_size below 2.
+    head_dim is even. A packed row is `[a part of its tile's widths | length of each width (fp16) |
+    codes]`.
     """
 
-    name: str
-    group_size: int = 128
-
-    def __post_init__(self) -> None:
-        require_name(self.name, BLOCKGTQ_BITS)
-        require_group_size(self.group_size, least=2)
-
-    @property
-    def bits(self) -> int:
-        return BLOCKGTQ_BITS[self.name]
+    names = BLOCKGTQ_BITS
 
     @property
     def most_bits(self) -> int:
         """The most bits of a channel, and the number of widths."""
         return self.bits + MORE_BITS
 
-    @property
-    def span(self) -> int:
-        return self.group_size
-
     def row_bytes(self, head_dim: int) -> int:
         of_widths = dealt_bytes(code_bytes(head_dim // 2, WIDTH_BITS), self.group_size)
         return of_widths + 2 * self.most_bits + plane_width(head_dim, self.bits)
 
-    def roundtrip(self, x: Tensor) -> Tensor:
-        whole = x.shape[-2] - x.shape[-2] % self.group_size
-        if not whole:
-            return x
-        tiles = x[..., :whole, :].unflatten(-2, (-1, self.group_size))
-        codes, lengths, widths = self._quantize(tiles)
-        back = self._values(codes, lengths.float(), layout_of(widths)).to(x.dtype)
-        return torch.cat([back.flatten(-3, -2), x[..., whole:, :]], -2)
+    def tiles_back(self, x: Tensor) -> Tensor:
+        codes, lengths, widths = self._quantize(x.unflatten(-2, (-1, self.group_size)))
+        return self._values(codes, lengths.float(), layout_of(widths)).flatten(-3, -2)
 
     def encode(self, x: Tensor) -> Tensor:
         codes, lengths, widths = self._quantize(x.unflatten(-2, (-1, self.group_size)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from methods.codecs.base import RowCodec, hadamard, in_range, require_name, to_half
+from methods.codecs.base import Family, hadamard, in_range, to_half
 from methods.codecs.integers import Rotation
 from methods.packing import pack_planes, unpack_planes
 
@@ -29,7 +29,7 @@ ROTATED = 64
 
 
 @dataclass(frozen=True)
-class GgmlCodec(RowCodec):
+class GgmlCodec(Family):
     """A cache type of llama.cpp. A packed row is its blocks, each `[d | m | high bits | codes]`
     as in ggml; a shorter last block repeats its last element.
 
@@ -37,20 +37,14 @@ class GgmlCodec(RowCodec):
     rounded half away from zero. `q4_0` has d = the element of the largest magnitude / -8, its codes
     0 to 15 stand for -8 to 7. `q5_1` has d = (max - m) / 31.
 
-    name: one of GGML_BITS. rotation: applied to a row before it is coded. of_values: the rows are
-    values, which are rotated in blocks of `ROTATED`. Raises ValueError for an unknown name.
+    rotation: applied to a row before it is coded. of_values: the rows are values, which are rotated
+    in blocks of `ROTATED`.
     """
 
     name: str
     rotation: Rotation | None = None
     of_values: bool = False
-
-    def __post_init__(self) -> None:
-        require_name(self.name, GGML_BITS)
-
-    @property
-    def bits(self) -> int:
-        return GGML_BITS[self.name]
+    names = GGML_BITS
 
     @property
     def values(self) -> GgmlCodec:

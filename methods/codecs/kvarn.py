@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 
 from methods.codecs.base import (
-    RowCodec,
+    TileCodec,
     collected,
     deal_out,
     dealt_bytes,
     hadamard,
     in_range,
-    require_group_size,
-    require_name,
     to_half,
     total,
 )
@@ -43,47 +41,26 @@ SCALES = (math.exp(-0.3), math.exp(10))
 
 
 @dataclass(frozen=True)
-class KvarnCodec(RowCodec):
-    """Integer codes of a tile of `group_size` tokens with scales for its tokens and its channels.
+class KvarnCodec(TileCodec):
+    """Integer codes of a tile with scales for its tokens and its channels.
 
-    Rows are [..., tokens, head_dim], tiles are counted from the first token. `encode` and `decode`
-    take whole tiles; `roundtrip` leaves an unfinished one as it is. A tile's scales are dealt out
-    to its rows, so that all rows have the same length: `[scales (fp16) | codes]`.
-
-    name: one of KVARN_BITS. of_values: the minimum and step are a token's, else a channel's. Raises
-    ValueError for an unknown name, or a group_size below 2.
+    A packed row is `[a part of its tile's scales (fp16) | codes]`. of_values: the minimum and step
+    are a token's, else a channel's.
     """
 
-    name: str
-    group_size: int = 128
     of_values: bool = False
-
-    def __post_init__(self) -> None:
-        require_name(self.name, KVARN_BITS)
-        require_group_size(self.group_size, least=2)
-
-    @property
-    def bits(self) -> int:
-        return KVARN_BITS[self.name]
+    names = KVARN_BITS
 
     @property
     def values(self) -> KvarnCodec:
         return replace(self, of_values=True)
 
-    @property
-    def span(self) -> int:
-        return self.group_size
-
     def row_bytes(self, head_dim: int) -> int:
         meta_bytes = dealt_bytes(self._tile_meta_bytes(head_dim), self.group_size)
         return meta_bytes + plane_width(head_dim, self.bits)
 
-    def roundtrip(self, x: Tensor) -> Tensor:
-        whole = x.shape[-2] - x.shape[-2] % self.group_size
-        if not whole:
-            return x
-        back = self._values(*self._quantize(x[..., :whole, :])).to(x.dtype)
-        return torch.cat([back, x[..., whole:, :]], -2)
+    def tiles_back(self, x: Tensor) -> Tensor:
+        return self._values(*self._quantize(x))
 
     def encode(self, x: Tensor) -> Tensor:
         codes, *meta = self._quantize(x)
