@@ -57,8 +57,7 @@ NAMES_ROWS: frozenset[When] = frozenset(
 """Here `select` runs before the fetch and decides which rows are fetched."""
 
 Calibration = Mapping[str, Tensor]
-"""What `Method.calibrate` measured, by name; for all layers together they are stacked first:
-[num_layers, ...]."""
+"""Tensors that `Method.calibrate` measured, by name; of all layers: [num_layers, ...]."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +205,7 @@ class Method:
         raise NotImplementedError
 
     def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
-        """What a pass says of the tokens of its chunk in one layer: scores, fp32 [num_kv_heads,
-        chunk]."""
+        """Scores of the tokens of a pass's chunk in one layer, fp32 [num_kv_heads, chunk]."""
         raise NotImplementedError
 
     @property
@@ -429,7 +427,7 @@ class RereadRows(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What an attention layer is called with, for a method that `needs_inputs`.
+    """Arguments of an attention layer, for a method that `needs_inputs`.
 
     module: the model's own attention module, with its weights; it must be left as it is. hidden:
     the module's input [batch, tokens, hidden_size]. position_embeddings: the cosines and sines that
@@ -530,8 +528,8 @@ class Rest(NamedTuple):
     log_mass: Tensor | None = None
 
     def beside(self, log_total: Tensor) -> Rest:
-        """With the share of the log-mass beside `log_total`, that of all that is read, of the same
-        shape."""
+        """This rest with a share: that of its log-mass beside `log_total`, the log-mass of all that
+        is read, of the same shape."""
         assert self.log_mass is not None
         return Rest(torch.sigmoid(self.log_mass - log_total), self.value)
 
@@ -648,7 +646,7 @@ def _listed(size: int | tuple[int, ...] | None) -> tuple[int | str, ...]:
 
 
 def resident_of(state: State, layer: int, key: Tensor) -> Tensor:
-    """What is `resident` of a prompt of this `key`, of the right shape."""
+    """`State.resident` of a prompt of this `key`, of the right shape."""
     found = state.resident(layer)
     return checked(state.resident, found, "batch, KV heads, tokens", *key.shape[:3])
 

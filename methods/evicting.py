@@ -281,9 +281,9 @@ class ScoreState(EvictingState):
         is_real = rows.real.float().unbind(1)
         hidden_of_head = hidden[:, :, None, None]
         # Parts of all rows at once: an index in the loop takes as long as an operation.
-        of_rows = scores.split(1, 3), safe.unbind(2), loss.unbind(2), victims.unbind(), is_real
-        for of_row, is_safe, lost, victim, real in zip(*of_rows, strict=True):
-            torch.add(of_row, hidden_of_head, out=visible_scores)
+        row_parts = scores.split(1, 3), safe.unbind(2), loss.unbind(2), victims.unbind(), is_real
+        for row_scores, is_safe, lost, victim, real in zip(*row_parts, strict=True):
+            torch.add(row_scores, hidden_of_head, out=visible_scores)
             probs = softmax.weights(visible_scores).squeeze(3)
             if rows.padded:
                 probs = probs * real[:, None, None, None]
@@ -320,10 +320,10 @@ class ScoreState(EvictingState):
         mask = torch.empty((*held.shape[:2], num_rows, slots), dtype=torch.bool, device=held.device)
         for row in range(num_rows):
             torch.lt(held, rows.positions[:, row, None, None], out=mask[:, :, row])
-            of_row = scores[:, :, :, row : row + 1].masked_fill(
+            row_scores = scores[:, :, :, row : row + 1].masked_fill(
                 (held == EMPTY)[:, :, None, None], -INF
             )
-            probs = softmax.weights(of_row)[:, :, :, 0]
+            probs = softmax.weights(row_scores)[:, :, :, 0]
             self.observe(
                 score[..., :slots],
                 probs * rows.real[:, None, row, None, None] if rows.padded else probs,
@@ -333,19 +333,19 @@ class ScoreState(EvictingState):
 
 
 def lowest_scores(
-    score: Tensor, competes: Tensor, count: Tensor, of_equals: Tensor | None = None
+    score: Tensor, competes: Tensor, count: Tensor, tie_score: Tensor | None = None
 ) -> Tensor:
     """Mask of the `count` tokens of the least `score` among those that compete.
 
-    Of equal ones those of the least `of_equals`, if given, and then the earlier.
-    score, competes, of_equals: [batch, num_kv_heads, tokens], oldest first; count: int [batch,
+    Of equal ones those of the least `tie_score`, if given, and then the earlier.
+    score, competes, tie_score: [batch, num_kv_heads, tokens], oldest first; count: int [batch,
     num_kv_heads or 1].
     """
     score = score.masked_fill(~competes, INF)
-    if of_equals is None:
+    if tie_score is None:
         ascending = score.argsort(dim=-1, stable=True)
     else:
-        second = of_equals.argsort(dim=-1, stable=True)
+        second = tie_score.argsort(dim=-1, stable=True)
         ascending = second.gather(-1, score.gather(-1, second).argsort(dim=-1, stable=True))
     first = torch.arange(score.shape[-1], device=score.device) < count.unsqueeze(-1)
     return torch.zeros_like(competes).scatter_(-1, ascending, first.expand_as(competes))

@@ -1,15 +1,9 @@
 """Kascade (Deshmukh et al., 2025, arXiv 2512.16391): a few anchor layers choose tokens for the
 layers behind them.
 
-An anchor computes the attention weights on all keys, adds them up over each group of query heads,
-and chooses each KV head's best tokens; it attends to these alone (layer 0 to all). A layer between
-two anchors reads what the last anchor chose: each of its KV heads takes the set of the anchor's
-head that is most similar on the calibration text.
-
 Similarity of head h of layer l to head g of layer a: the attention of h on the best tokens of g,
 over that on its own best tokens; mean over rows. Of all anchors, those are taken that make the sum
-over layers, mean over heads, of the similarity to the best head of the layer's anchor largest. A
-dynamic program finds them.
+over layers, mean over heads, of the similarity to the best head of the layer's anchor largest.
 
 Official code: github.com/microsoft/kascade, `src/strategies/DecodeOnlyKascadeStrategy.py` (the
 choice) and `src/runners/stats_runner.py` (similarity, anchors, heads).
@@ -145,8 +139,8 @@ class Kascade(Method):
         require(rising, "anchors", self.anchors, "a list of layers >= 0, or null")
 
     def is_anchor(self, layer: int) -> bool:
-        """Without `anchors` the first `num_anchors` layers stand for those that the calibration
-        will choose."""
+        """True for an anchor. Without `anchors` the first `num_anchors` layers stand for those that
+        the calibration will choose."""
         first = self.dense_layers
         others = range(first, first + self.num_anchors) if self.anchors is None else self.anchors
         return layer == first or layer in others
@@ -182,8 +176,9 @@ class Kascade(Method):
     def settled(self, calibration: Calibration) -> Self:
         if self.anchors is not None:
             return self
-        of_layers = calibration["similarity"].amax(-1).mean(-1).tolist()
-        return replace(self, anchors=best_anchors(of_layers, self.dense_layers, self.num_anchors))
+        similarities = calibration["similarity"].amax(-1).mean(-1).tolist()
+        anchors = best_anchors(similarities, self.dense_layers, self.num_anchors)
+        return replace(self, anchors=anchors)
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         last = geometry.num_layers - 1

@@ -54,11 +54,11 @@ from methods.presses import (
     gives_scores,
     lent,
     loads_more,
-    of_sequence,
     parameters_of,
     presses_installed,
     query_of,
     repeatable,
+    sequence_inputs,
     version_installed,
     wrapping,
     wraps_another,
@@ -247,8 +247,8 @@ class KvPress(EvictingOnce):
         return 1 - (super().budget_in_tokens(prompt) + 1e-4) / prompt
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:
-        """Of PyramidKV's press the number of each layer, by its own formula in exact fractions:
-        their mean is exact."""
+        """Number of tokens in each layer, of PyramidKV's press by its own formula in exact
+        fractions: their mean is exact."""
         press = self.press()
         if not hasattr(press, "get_layer_budget") or num_layers == 1:
             return super().shares(prompt, num_layers)
@@ -320,7 +320,7 @@ class PressState(PromptEvictingState):
                 attentions = self._attentions(layer, query[at : at + 1, :, first:], keys)
             self.press.compression_ratio = self.method.ratio(length)
             inputs = (
-                None if rows.inputs is None else of_sequence(rows.inputs, at, first, key.device)
+                None if rows.inputs is None else sequence_inputs(rows.inputs, at, first, key.device)
             )
             yield PressedSequence(layer, at, first, inputs, keys, values, attentions)
 
@@ -334,7 +334,7 @@ class PressState(PromptEvictingState):
         )
 
     def asked(self, ask: Callable[..., Any], sequence: PressedSequence) -> Any:
-        """What the press returns, or with `masked_key_indices` what it marks on the module. Raises
+        """Result of the press, or the `masked_key_indices` that it marks on the module. Raises
         ValueError in one line where it fails."""
         try:
             with lent(sequence.inputs), repeatable(sequence.layer, sequence.keys.device):

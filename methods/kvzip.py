@@ -1,17 +1,6 @@
-"""KVzip (Kim et al., NeurIPS 2025): keeps the prompt's tokens that the model needs to repeat the
-prompt.
-
-After the dense pass, each chunk of the prompt is read again behind an instruction to repeat it,
-with the whole prompt in the cache. A token's score in a KV head is the largest probability that it
-gets from any row of that pass and any query head of the group, among the sinks, the chunk, and the
-pass's own rows up to that row (https://github.com/snu-mllab/KVzip, attention/score.py). No question
-is needed, so that the kept tokens serve any.
-
-The best tokens over all layers and KV heads stay. There is no floor: a head may lose all but the
-sinks.
-
-KVzip+ (KVzap, Jegou & Jeblick, 2026; kvpress' `kvzip_plus_normalization`) multiplies a probability
-by the length of W_O v over the length of the row's attention input.
+"""KVzip (Kim et al., NeurIPS 2025; https://github.com/snu-mllab/KVzip, attention/score.py): keeps
+the prompt's tokens that the model needs to repeat the prompt. KVzip+ is of KVzap (Jegou & Jeblick,
+2026; kvpress' `kvzip_plus_normalization`).
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -182,5 +171,5 @@ class KVzip(PromptEvicting):
         return score
 
     def _most(self, prompt: int) -> int:
-        """Where the layers share one budget, a head may keep every token."""
+        """Every token, where the layers share one budget: a head may keep them."""
         return max(0, prompt - self.safe) if self.layers == "adaptive" else super()._most(prompt)

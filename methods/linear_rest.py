@@ -76,9 +76,9 @@ class LinearRestState(InfiniGen2State):
         self.unscored_key[layer] = (mean_key - indexed).to(key)
 
     def choose(self, layer: int, scores: Tensor, rows: QueryRows) -> Selection:
-        of_index = scores if self.method.kernels(scores) else scores.clone()
+        index_scores = scores if self.method.kernels(scores) else scores.clone()
         selection = super().choose(layer, scores, rows)
-        return selection._replace(rest=self.estimated_rest(layer, of_index, selection, rows))
+        return selection._replace(rest=self.estimated_rest(layer, index_scores, selection, rows))
 
     def estimated_rest(
         self, layer: int, scores: Tensor, selection: Selection, rows: QueryRows
@@ -94,9 +94,9 @@ class LinearRestState(InfiniGen2State):
     def index_of_rest(
         self, layer: int, scores: Tensor, read: Tensor, rows: QueryRows
     ) -> tuple[Tensor, Tensor]:
-        """Of the visible tokens that a row does not read: the logarithm of the sum of exp(score),
-        [batch, num_kv_heads, group, rows], and the mean of their index by these weights, [...,
-        columns]. read: bool [batch, num_kv_heads, rows, slots]."""
+        """Log-mass of the visible tokens that a row does not read, the logarithm of the sum of
+        exp(score), [batch, num_kv_heads, group, rows], and the mean of their index by these
+        weights, [..., columns]. read: bool [batch, num_kv_heads, rows, slots]."""
         softmax, slots = self.geometry.softmax(layer), slice(0, scores.shape[-1])
         kernels = self.method.kernels(scores)
         is_few = kernels is not None and scores.shape[2] * scores.shape[3] <= kernels.MOST_ROWS
@@ -151,10 +151,10 @@ class LinearRestState(InfiniGen2State):
 
     def index_size(self, layer: int) -> tuple[float, float]:
         """The index twice, for the scores and for the sum, and once all that the fit needs."""
-        of_token, once = InfiniGen2State.index_size(self, layer)
+        token_size, once = InfiniGen2State.index_size(self, layer)
         for tensors in (self.slope, self.intercept, self.unscored_key):
             once += tokens_of(tensors[layer][0, 0], self.geometry)
-        return 2 * of_token, once
+        return 2 * token_size, once
 
 
 def ridge_fit(inputs: Tensor, outputs: Tensor) -> Tensor:

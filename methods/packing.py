@@ -24,16 +24,16 @@ def _planes(bits: int) -> tuple[int, ...]:
 
 def code_bytes(count: int, bits: int) -> int:
     """Bytes of `count` codes of 1, 2, 3, 4 or 8 bits, as `pack_codes` packs them."""
-    return sum(plane_width(count, of_plane) for of_plane in _planes(bits))
+    return sum(plane_width(count, plane_bits) for plane_bits in _planes(bits))
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Integer codes [..., count] as uint8 [..., `code_bytes`]; codes of 3 bits as their two low
     bits and then their high bit."""
     parts = []
-    for of_plane in _planes(bits):
-        parts.append(pack_planes(codes & (2**of_plane - 1), of_plane))
-        codes = codes >> of_plane
+    for plane_bits in _planes(bits):
+        parts.append(pack_planes(codes & (2**plane_bits - 1), plane_bits))
+        codes = codes >> plane_bits
     return torch.cat(parts, dim=-1)
 
 
@@ -41,10 +41,10 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """The codes in bytes of `pack_codes`: int32 [..., count]."""
     codes = packed.new_zeros((*packed.shape[:-1], count), dtype=torch.int32)
     begin, shift = 0, 0
-    for of_plane in _planes(bits):
-        end = begin + plane_width(count, of_plane)
-        codes += unpack_planes(packed[..., begin:end], of_plane, count, torch.int32) << shift
-        begin, shift = end, shift + of_plane
+    for plane_bits in _planes(bits):
+        end = begin + plane_width(count, plane_bits)
+        codes += unpack_planes(packed[..., begin:end], plane_bits, count, torch.int32) << shift
+        begin, shift = end, shift + plane_bits
     return codes
 
 

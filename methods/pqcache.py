@@ -1,8 +1,5 @@
-"""PQCache (Zhang et al., SIGMOD 2025): tokens scored by a product quantisation of their keys.
-
-A key, after its position, is cut into parts with `2^bits` centroids each, found by k-means on
-one KV head's keys of the prompt. The index stores the numbers of a token's nearest centroids, and a
-token's score is a sum of look-ups. A generated token takes the nearest existing centroids.
+"""PQCache (Zhang et al., SIGMOD 2025): tokens scored by a product quantisation of their keys, after
+their positions. A generated token takes the nearest existing centroids.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -76,8 +73,8 @@ class PQCacheState(RetrievingState):
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """The codes of every token, and the centroids once."""
         head_dim, method = self.geometry.head_dim, self.method
-        of_token = head_dim // method.part_size * method.bits
-        bits = positions.double() * of_token + 2**method.bits * head_dim * 16
+        token_bits = head_dim // method.part_size * method.bits
+        bits = positions.double() * token_bits + 2**method.bits * head_dim * 16
         return bits / (16 * self.geometry.elements)
 
     def _cut(self, vectors: Tensor) -> Tensor:

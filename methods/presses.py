@@ -183,7 +183,7 @@ class PressedSequence(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As `score` and `compress` of a press take them."""
+        """Arguments of a press's `score` and `compress`."""
         if self.inputs is None:
             return None, None, self.keys, self.values, self.attentions, {}
         module, hidden, embeddings, _ = self.inputs
@@ -219,7 +219,7 @@ class ByNumber:
         return self.press.score(module, hidden_states, *own, attentions, kwargs)
 
 
-def of_sequence(inputs: LayerInputs, at: int, first: int, device: torch.device) -> LayerInputs:
+def sequence_inputs(inputs: LayerInputs, at: int, first: int, device: torch.device) -> LayerInputs:
     """The inputs of one sequence of a batch without its padding."""
     hidden = inputs.hidden[at : at + 1, first:].to(device)
     embeddings = inputs.position_embeddings
@@ -251,8 +251,8 @@ def lent(inputs: LayerInputs | None) -> Iterator[None]:
 
 @contextmanager
 def repeatable(layer: int, device: torch.device) -> Iterator[None]:
-    """What is drawn inside the `with` block depends on the layer alone, and leaves torch's
-    generators as they were."""
+    """Random numbers inside the `with` block that depend on the layer alone; torch's generators
+    are left as they were."""
     gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
     with torch.random.fork_rng(devices=[*gpus]):
         torch.manual_seed(layer)

@@ -1,20 +1,12 @@
 """Methods that evict once, after the prompt, and keep all that is generated.
 
-A state says how much each prompt token is score (`prompt_score`). The base decides how many tokens
+A state scores the prompt's tokens (`prompt_score`). The base decides how many tokens
 stay, how layers and KV heads share them, and which tokens stay whatever their score.
 
-SnapKV (Li et al., NeurIPS 2024): the attention of the last prompt rows, smoothed along the tokens.
-`layers=pyramid` is PyramidKV (Cai et al., 2024), `heads=adaptive` Ada-KV (Feng et al., 2024). The
-original chooses a set for each query head; here the query heads of a KV head share one set.
-
-Expected Attention (Devoto et al., 2025): the attention that the coming queries should give. They
-are taken to be normal for each query head, as the prompt's are, and rotated to the positions that
-follow.
-
-KeyDiff (Park et al., NeurIPS 2025): how unlike the other keys a key is, compared with the mean of
-their directions.
-
-Key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attention.
+Here are SnapKV (Li et al., NeurIPS 2024), with PyramidKV (Cai et al., 2024) and Ada-KV (Feng et
+al., 2024) as settings: the original chooses a set for each query head, here the query heads of a KV
+head share one set; Expected Attention (Devoto et al., 2025); KeyDiff (Park et al., NeurIPS 2025);
+and key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attention.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -77,7 +69,7 @@ in kvpress."""
 
 
 class PromptEvictingState(EvictingState):
-    """In each KV head the prompt tokens of the largest score stay; of two equal ones the later,
+    """The prompt tokens of the largest score stay in each KV head; of two equal ones the later,
     unless the score says.
 
     shares: int [selecting layers, batch], number of competing tokens that stay. Computed once: the
@@ -108,30 +100,30 @@ class PromptEvictingState(EvictingState):
         competes = (tokens >= self.method.num_sinks) & (tokens < before)
         axes, sizes = "batch, KV heads, tokens", competes.shape
         found = self.prompt_score(layer, query, key, value, rows)
-        score, of_equals = found if isinstance(found, tuple) else (found, None)
+        score, tie_score = found if isinstance(found, tuple) else (found, None)
         score = checked(self.prompt_score, score, axes, *sizes)
-        if of_equals is not None:
-            checked(self.prompt_score, of_equals, axes, *sizes)
+        if tie_score is not None:
+            checked(self.prompt_score, tie_score, axes, *sizes)
         stay = self.stay(layer, score.masked_fill(~competes, -INF))
         checked(self.stay, stay, "batch, KV heads or 1", sizes[0], (sizes[1], 1))
-        score = self.second_score(layer, score, of_equals, competes, stay, value)
+        score = self.second_score(layer, score, tie_score, competes, stay, value)
         checked(self.second_score, score, axes, *sizes)
         tokens.masked_fill_(
-            lowest_scores(score, competes, competes.sum(-1) - stay, of_equals), EMPTY
+            lowest_scores(score, competes, competes.sum(-1) - stay, tie_score), EMPTY
         )
 
     def second_score(
         self,
         layer: int,
         score: Tensor,
-        of_equals: Tensor | None,
+        tie_score: Tensor | None,
         competes: Tensor,
         stay: Tensor,
         value: Tensor,
     ) -> Tensor:
         """Score by which tokens stay once each head's number is known; by default the same.
 
-        score, of_equals: as `prompt_score` returned them. competes: bool [batch, num_kv_heads,
+        score, tie_score: as `prompt_score` returned them. competes: bool [batch, num_kv_heads,
         prompt], tokens that may leave. stay: of these the number that stays, int [batch,
         num_kv_heads or 1]. value: [batch, num_kv_heads, prompt, value_dim].
         """
@@ -247,7 +239,7 @@ class EvictingOnce(Evicting):
 
 @dataclass(frozen=True)
 class PromptEvicting(EvictingOnce):
-    """With tokens that always stay, and budgets that layers and heads share by their needs."""
+    """Settings of tokens that always stay, and of budgets that layers and heads share by need."""
 
     num_sinks: int = setting(0, "first tokens that always stay; the budget counts them", least(0))
     window: int = setting(0, "last tokens of the prompt that always stay", least(0))
@@ -280,7 +272,7 @@ def pyramid(mean: int, high: int, num_layers: int) -> list[int]:
 
 
 def adaptive(score: Tensor, share: Tensor) -> Tensor:
-    """How many tokens each KV head keeps so that a layer keeps its best ones: int [batch,
+    """Number of tokens that each KV head keeps so that a layer keeps its best ones: int [batch,
     num_kv_heads].
 
     score: [batch, num_kv_heads, prompt], -inf for tokens that do not compete; share: int [batch,
@@ -292,7 +284,7 @@ def adaptive(score: Tensor, share: Tensor) -> Tensor:
 
 
 def won(score: Tensor, count: Tensor) -> Tensor:
-    """How many of the `count` best tokens over all heads each head has: int [batch, heads].
+    """Number of each head's tokens among the `count` best over all heads: int [batch, heads].
 
     score: [batch, heads, prompt]; count: int [batch, 1].
     """

@@ -1,18 +1,10 @@
 """RetroInfer (Chen et al., PVLDB 19(5)): clusters of keys, of which the best are read and the next
-best estimated.
-
-The keys of the prompt between the first tokens and the last ones are clustered in each KV head,
-about 16 to a cluster. The device keeps of a cluster its mean key c (the centroid), the sum of its
-values, and its number of tokens n. A step ranks the clusters by the sum over the group of softmax(q
-. c). The tokens of the best ones are read. Of the next best ones none is: they add n e^(q . c) to
-the denominator of the attention and e^(q . c) * (sum of values) to its numerator. All others are
-left out (https://github.com/microsoft/RetrievalAttention, cache_hub/retroinfer_cache.py and
+best estimated (https://github.com/microsoft/RetrievalAttention, cache_hub/retroinfer_cache.py and
 kmeans.py).
 
-Keys are centred before they are clustered. Rounds of k-means assign a key to the centroid with the
-largest product, and normalise the means; the last round assigns among the centroids of all segments
-and does not normalise. It starts at even distances, so that a prompt has the same clusters in any
-batch. Each `update` tokens that have left the last ones are clustered on their own.
+The device keeps of a cluster its mean key (the centroid), the sum of its values, and its number of
+tokens n. K-means starts at even distances, so that a prompt has the same clusters in any batch. Its
+last round assigns among the centroids of all segments.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -70,10 +62,10 @@ from methods.base import (
 from methods.settings import least, setting, share
 
 SHRINK = 0.999
-"""What a centroid without keys is multiplied by in each round. It may have found the keys of an
+"""Factor of a centroid without keys in each round. It may have found the keys of an
 equal one, and rounding would decide between both; the official code lets it."""
 SIZE_BITS = 32
-"""Of a cluster's number of tokens. An element of a key counts 16."""
+"""Bits of a cluster's number of tokens. An element of a key counts 16."""
 KEYS_AT_ONCE = 8192
 """Keys that are assigned to centroids together: their products are held."""
 
@@ -208,13 +200,13 @@ class RetroInferState(State):
         if self._may_be_due(due, num_rows, first_slot):
             update = self._update_size()
             for size in self.update_sizes:
-                of_size = due & (update == size)
-                self._update(layer, keys, values, numbers, done, of_size, size)
+                due_now = due & (update == size)
+                self._update(layer, keys, values, numbers, done, due_now, size)
                 keys, values = (
-                    torch.where(of_size[:, None, None, None], rows.roll(-size, 2), rows)
+                    torch.where(due_now[:, None, None, None], rows.roll(-size, 2), rows)
                     for rows in (keys, values)
                 )
-                numbers = torch.where(of_size[:, None], numbers.roll(-size, 1), numbers)
+                numbers = torch.where(due_now[:, None], numbers.roll(-size, 1), numbers)
         self.recent_keys[layer], self.recent_values[layer] = (
             keys[:, :, :kept].clone(),
             values[:, :, :kept].clone(),
@@ -222,7 +214,7 @@ class RetroInferState(State):
         self.recent_slots[layer] = numbers[:, :kept].clone()
 
     def _may_be_due(self, due: Tensor, num_rows: int, first_slot: int) -> bool:
-        """Whether any sequence needs an update. A decode step on a GPU counts columns instead of
+        """True if any sequence may need an update. A decode step on a GPU counts columns instead of
         asking the device."""
         if due.device.type == "cpu" or num_rows > 1 or not self.is_even:
             return bool(due.any())
@@ -254,23 +246,23 @@ class RetroInferState(State):
         ):
             index = index.expand(-1, keys.shape[1], -1)
             index = index if held.dim() == 3 else index.unsqueeze(-1).expand_as(new)
-            of_due = due.view(-1, *[1] * (held.dim() - 1))
-            held.scatter_(2, index, torch.where(of_due, new.to(held.dtype), held.gather(2, index)))
+            is_due = due.view(-1, *[1] * (held.dim() - 1))
+            held.scatter_(2, index, torch.where(is_due, new.to(held.dtype), held.gather(2, index)))
 
     def _updates(self, cached: Tensor) -> Tensor:
         """Updates before the next token comes, int; cached: int [batch] or [batch, rows], tokens
         before it."""
         prompt, update = (
-            of_sequence.view(-1, *[1] * (cached.dim() - 1))
-            for of_sequence in (self.lengths.prompt, self._update_size())
+            counts.view(-1, *[1] * (cached.dim() - 1))
+            for counts in (self.lengths.prompt, self._update_size())
         )
         return ((cached - prompt) // update).clamp(min=0)
 
     def _first_recent(self, done: Tensor) -> Tensor:
         """First token behind those in clusters, after so many updates."""
         first, update = (
-            of_sequence.view(-1, *[1] * (done.dim() - 1))
-            for of_sequence in (self.lengths.prompt - self._num_recent(), self._update_size())
+            counts.view(-1, *[1] * (done.dim() - 1))
+            for counts in (self.lengths.prompt - self._num_recent(), self._update_size())
         )
         return first + done * update
 
@@ -297,10 +289,10 @@ class RetroInferState(State):
         ordered = sizes_of_rows.gather(-1, order)
         in_middle = (self.lengths.prompt - method.num_sinks - self._num_recent())[:, None]
         segments = (in_middle // method.segment).clamp(min=1)
-        of_prompt = segments * (in_middle // segments // method.cluster_size).clamp(
+        prompt_clusters = segments * (in_middle // segments // method.cluster_size).clamp(
             min=1
         )  # as `num_clusters`
-        num_clusters = of_prompt + made
+        num_clusters = prompt_clusters + made
         read, estimated = self._zones(ordered, num_clusters, positions, self._first_recent(done))
         read = torch.zeros_like(read).scatter_(-1, order, read)
         estimated = torch.zeros_like(estimated).scatter_(-1, order, estimated)
@@ -340,20 +332,20 @@ class RetroInferState(State):
         num_kv_heads, rows, slots]. Of a cluster that is read in part the first ones are."""
         slots = rows.slot_positions.shape[-1]
         cluster = self.cluster[layer][:, :, :slots].clamp(min=0).long()
-        of_cluster = read.gather(-1, cluster.unsqueeze(2).expand(-1, -1, read.shape[2], -1))
-        chosen = of_cluster >= self.sizes[layer].gather(-1, cluster).unsqueeze(2)
+        read_of_cluster = read.gather(-1, cluster.unsqueeze(2).expand(-1, -1, read.shape[2], -1))
+        chosen = read_of_cluster >= self.sizes[layer].gather(-1, cluster).unsqueeze(2)
         token = rows.slot_positions.unsqueeze(2)
         in_clusters = (token >= self.method.num_sinks) & (token < first_recent[:, None, :, None])
         if self.method.budget is not None:
-            cut = (of_cluster > 0) & ~chosen & in_clusters
-            chosen |= cut & (cut.cumsum(-1) <= of_cluster)
+            cut = (read_of_cluster > 0) & ~chosen & in_clusters
+            chosen |= cut & (cut.cumsum(-1) <= read_of_cluster)
         return rows.visible() & (chosen | ~in_clusters)
 
     def _index_read(self, number: Tensor, estimated: Tensor) -> Tensor:
         """Centroids and sizes of all clusters, and value sums of those estimated, in tokens."""
         value_dim = self.geometry.value_dim or self.geometry.head_dim
-        of_cluster = self.geometry.head_dim + SIZE_BITS / 16
-        return (number * of_cluster + estimated * value_dim) / self.geometry.elements
+        cluster_size = self.geometry.head_dim + SIZE_BITS / 16
+        return (number * cluster_size + estimated * value_dim) / self.geometry.elements
 
 
 @dataclass(frozen=True)
@@ -476,10 +468,10 @@ def clustered(
     points, num_tokens = key.float() - mean, key.shape[-2]
     starts = (2 * torch.arange(count, device=key.device) + 1) * num_tokens // (2 * count)
     centroids = points[..., starts, :]
-    length, of_segment = num_tokens // num_segments, count // num_segments
+    length, segment_count = num_tokens // num_segments, count // num_segments
     for segment in range(num_segments):
         own = points[..., segment * length : (segment + 1) * length, :]
-        part = slice(segment * of_segment, (segment + 1) * of_segment)
+        part = slice(segment * segment_count, (segment + 1) * segment_count)
         for _ in range(iterations - 1):
             _, belongs = nearest(own, centroids[..., part, :])
             direction = normalize(belongs.mT @ own, dim=-1)

@@ -60,9 +60,9 @@ def random_numbers(seed: int, layer: int, rows: QueryRows, sets: int, sample: in
     if kernels := kernels_for(rows.positions):
         return kernels.random_numbers(salt, seed, rows, sets)
     heads = torch.arange(sets, device=rows.positions.device)
-    of_set = mixed(mixed(heads + salt) + seed)
-    of_row = mixed(of_set[:, None] + rows.positions[:, None])
-    return (mixed(of_row.unsqueeze(-1) + rows.slot_positions.unsqueeze(2)) >> 8).float()
+    set_hash = mixed(mixed(heads + salt) + seed)
+    row_hash = mixed(set_hash[:, None] + rows.positions[:, None])
+    return (mixed(row_hash.unsqueeze(-1) + rows.slot_positions.unsqueeze(2)) >> 8).float()
 
 
 def lasting_numbers(seed: int, layer: int, rows: QueryRows, sets: int) -> Tensor:
@@ -73,8 +73,8 @@ def lasting_numbers(seed: int, layer: int, rows: QueryRows, sets: int) -> Tensor
     then.
     """
     turn = mixed(torch.arange(sets, device=rows.positions.device) + layer * 2**16)
-    of_token = mixed(rows.slot_positions.long() + mixed(seed))
-    turned = (of_token + turn[:, None]) & (2**LASTING_BITS - 1)
+    token_hash = mixed(rows.slot_positions.long() + mixed(seed))
+    turned = (token_hash + turn[:, None]) & (2**LASTING_BITS - 1)
     return turned.float().add_(0.5).div_(2**LASTING_BITS).unsqueeze(2)
 
 

@@ -216,12 +216,12 @@ def at_rank(values: Tensor, rank: Tensor) -> Tensor:
         index = rank[:, None, :, None].expand(*values.shape[:-1], 1)
         return values.sort(-1).values.gather(-1, index)
     found = values.new_empty(*values.shape[:-1], 1)
-    for of_sequence, ranks, into in zip(values.numpy(), rank.numpy(), found.numpy(), strict=True):
+    for sequence, ranks, into in zip(values.numpy(), rank.numpy(), found.numpy(), strict=True):
         # Neighbouring rows often have one rank: a call for all of them
         borders = np.flatnonzero(np.diff(ranks)) + 1
         for start, stop in itertools.pairwise([0, *borders.tolist(), len(ranks)]):
             at = int(ranks[start])
-            parted = np.partition(of_sequence[:, start:stop], at, axis=-1)
+            parted = np.partition(sequence[:, start:stop], at, axis=-1)
             into[:, start:stop, 0] = parted[..., at]
     return found
 
@@ -264,9 +264,7 @@ def _largest_of_one_row(values: Tensor, counts: Sequence[int]) -> Tensor:
     slots = values.shape[-1]
     if len(set(counts)) > 1:
         parts = zip(values.split(1), counts, strict=True)
-        return torch.cat(
-            [_largest_of_one_row(of_sequence, [count]) for of_sequence, count in parts]
-        )
+        return torch.cat([_largest_of_one_row(own_values, [count]) for own_values, count in parts])
     count = min(counts[0], slots)
     if count <= 0:
         return torch.zeros_like(values, dtype=torch.bool)

@@ -1,10 +1,7 @@
 """ShadowKV (Sun et al., ICML 2025): keys of low rank on the device, values fetched by chunks.
 
-The keys of the prompt before their positions, all KV heads side by side, are kept as a product of
-low rank. A chunk of tokens is scored by its landmark, the mean of its keys after their positions.
-The keys of the best chunks are rebuilt and get their positions back; their values cross the link.
-Three kinds of tokens stay exact on the device: chunks whose keys differ most from their landmark,
-the last chunks of the prompt, and all generated tokens.
+A landmark is the mean of a chunk's keys after their positions. Those of the best chunks are rebuilt
+and get their positions back.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -42,7 +39,7 @@ from methods.settings import least, setting, share
 
 
 class ShadowKVState(State):
-    """What is kept of the prompt, by layer. Chunks are counted from position 0.
+    """Tensors of the prompt, by layer. Chunks are counted from position 0.
 
     left: [batch, prompt, rank], right: [batch, num_kv_heads, rank, head_dim]; their product is the
     keys before their positions. landmarks: [batch, num_kv_heads, chunks, head_dim]. selectable:
@@ -73,9 +70,9 @@ class ShadowKVState(State):
             self.geometry.rotate(key.float(), positions, inverse=True, layer=layer)
             * rows.real[:, None, :, None]
         )
-        of_tokens = bare.transpose(1, 2).flatten(2)
-        rank = math.ceil(self.method.rank_frac * of_tokens.shape[-1])
-        left, right = low_rank(of_tokens, rank)
+        bare_rows = bare.transpose(1, 2).flatten(2)
+        rank = math.ceil(self.method.rank_frac * bare_rows.shape[-1])
+        left, right = low_rank(bare_rows, rank)
         self.left[layer] = left.to(key.dtype)
         self.right[layer] = right.unflatten(-1, (key.shape[1], -1)).transpose(1, 2).to(key.dtype)
         # The landmarks, and the chunks that stay
@@ -157,8 +154,8 @@ class ShadowKVState(State):
         return columns - (prompt - self.lengths.prompt)[:, None]
 
     def _in_chunks(self, chunks: Tensor, positions: Tensor) -> Tensor:
-        """Which tokens at `positions` [batch, n] are in `chunks` [batch, num_kv_heads, rows,
-        chunks]: bool [..., n]."""
+        """Mask of the tokens at `positions` [batch, n] that are in `chunks` [batch, num_kv_heads,
+        rows, chunks]: bool [..., n]."""
         chunk = positions.clamp(min=0) // self.method.page_size
         index = (
             chunk.clamp(max=chunks.shape[-1] - 1)

@@ -1,8 +1,5 @@
 """SparQ (Ribar et al., ICML 2024): scores on the channels in which the present query is largest.
 
-They change from query to query, so the index is the keys themselves. The mean value stands for the
-tokens that are not read.
-
 The rule, and where it differs (made into docs/methods.md):
 
 **sparq**: the channels in which the present query is largest. They change every step, so all keys

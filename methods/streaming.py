@@ -1,11 +1,5 @@
-"""Windows over the first tokens ("sinks") and the most recent ones: StreamingLLM and DuoAttention.
-
-StreamingLLM (Xiao et al., ICLR 2024): every KV head keeps such a window.
-
-DuoAttention (Xiao et al., ICLR 2025): the KV heads with the smallest gates keep a window
-("stream"), the others keep everything. Gates come from a file, as the authors trained them, or are
-measured on a text without training (as in kvpress): the mean query attends to the mean key at 500
-positions, and the more of its attention falls on early positions, the larger the gate.
+"""Windows over the first tokens ("sinks") and the most recent ones: StreamingLLM (Xiao et al., ICLR
+2024) in every KV head, DuoAttention (Xiao et al., ICLR 2025) in those with the smallest gates.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -61,8 +55,8 @@ class WindowState(EvictingState):
         raise NotImplementedError
 
     def streams(self, layer: int) -> Tensor:
-        """Which KV heads of a layer stream, bool [num_kv_heads, 1, 1], or [1, 1, 1] where all are
-        alike."""
+        """Mask of the KV heads of a layer that stream, bool [num_kv_heads, 1, 1], or [1, 1, 1]
+        where all are alike."""
         raise NotImplementedError
 
     def prompt(
@@ -82,7 +76,7 @@ class WindowState(EvictingState):
         return Selection(mask, read.double().mean(0))
 
     def _stays(self, layer: int, token: Tensor, cached: Tensor) -> Tensor:
-        """Which tokens are in the window, bool [batch, num_kv_heads or 1, rows, slots].
+        """Mask of the tokens in the window, bool [batch, num_kv_heads or 1, rows, slots].
 
         token: [batch, 1 or num_kv_heads, 1, slots]; cached: [batch, rows].
         """
@@ -145,7 +139,7 @@ class DuoState(WindowState):
 
 @dataclass(frozen=True)
 class DuoAttention(Method):
-    """Of the KV heads of the layers that are not dense, round(sparsity * their number) stream.
+    """Share `sparsity` of the KV heads of the layers that are not dense stream, rounded to heads.
     Defaults are those that the authors deploy.
 
     Source: DuoAttention (ICLR 2025)
@@ -228,8 +222,8 @@ class DuoAttention(Method):
         return gates
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:
-        """As if exactly `sparsity` of the heads streamed; rounding to whole heads differs by half a
-        head at most."""
+        """Tokens as if exactly `sparsity` of the heads streamed; whole heads differ by half a head
+        at most."""
         window = min(counts.cached, self.num_sinks + self.num_recent)
         return (1 - self.sparsity) * counts.cached + self.sparsity * window
 

@@ -1,9 +1,5 @@
 """TOVA (Oren et al., EMNLP 2024): keep the tokens that the last row attends to most.
 
-After the prompt, once, and after every row, the tokens that the last row attends to least leave;
-its current token may leave too. All heads of a layer share one set: the attention is the mean over
-all of them.
-
 The rule, and where it differs (made into docs/methods.md):
 
 **tova** keeps floor(`budget` · T) tokens or `kept_tokens`. After the prompt and every row, the

@@ -1,10 +1,6 @@
 """Twilight (Lin et al., NeurIPS 2025): of a retriever's candidates, the fewest tokens that hold a
-share p of attention.
-
-Select: Quest's best pages, `candidate_frac` of the cached tokens, are the candidates. Prune: keys
-in 4 bits give each candidate an estimated score. In the order of the softmax over the candidates,
-tokens are read until their probabilities add up to `p`. So a head whose attention is flat reads
-many tokens, and one that is focused reads few.
+share p of attention. So a head whose attention is flat reads many tokens, and one that is focused
+reads few.
 
 Official code: github.com/tsinghua-ideal/Twilight, `twilight/pyimpl/{attention,top_p,quantize}.py`;
 its `benchmark/configs/config_quest_twi.json` has the defaults.

@@ -1,12 +1,5 @@
-"""vAttention (Desai et al., ICLR 2026): read the best tokens, and a weighted sample of the others.
-
-Sinks, recent tokens and the best by an index are the fixed set. Of the other n tokens b are drawn
-uniformly, and each counts n / b times: log(n / b) is added to its score. A small base sample gives
-sigma, the standard deviation of exp(score) among the others, and D, the denominator of the softmax.
-With b = (z sigma n / (epsilon D))^2 and z = Phi^-1(1 - delta), the central limit theorem says that
-D is too small by more than epsilon D in a share delta of all cases, and too large in as many. The b
-tokens are drawn without regard to the base sample: a base sample that misses the heavy tokens gives
-a small b, and if it were part of the sample, the denominator would be too small on average.
+"""vAttention (Desai et al., ICLR 2026): read the best tokens, and a weighted sample of the others,
+as large as the central limit theorem asks for.
 
 Official code: github.com/xAlg-ai/sparse-attention-hub (now skylight-org),
 `maskers/sampling/implementations/ adaptive_sampling.py` under

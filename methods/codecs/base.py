@@ -149,19 +149,19 @@ def dealt_bytes(group_bytes: int, size: int) -> int:
     return -(-group_bytes // (2 * size)) * 2
 
 
-def deal_out(of_group: Tensor, size: int) -> Tensor:
+def deal_out(packed_groups: Tensor, size: int) -> Tensor:
     """The bytes of each group [..., groups, group bytes] as bytes of its rows [..., groups * size,
     `dealt_bytes`]."""
-    width = dealt_bytes(of_group.shape[-1], size)
-    dealt = pad(of_group, (0, size * width - of_group.shape[-1]))
+    width = dealt_bytes(packed_groups.shape[-1], size)
+    dealt = pad(packed_groups, (0, size * width - packed_groups.shape[-1]))
     return dealt.unflatten(-1, (size, width)).flatten(-3, -2)
 
 
 def collected(dealt: Tensor, size: int, group_bytes: int) -> Tensor:
     """Inverse of `deal_out`, contiguous."""
     groups = dealt.shape[-2] // size
-    of_group = dealt.unflatten(-2, (groups, size)).flatten(-2)
-    return of_group[..., :group_bytes].contiguous()
+    packed_groups = dealt.unflatten(-2, (groups, size)).flatten(-2)
+    return packed_groups[..., :group_bytes].contiguous()
 
 
 def in_range(x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ WIDTH_BITS = 3
 
 
 class Layout(NamedTuple):
-    """Where the channels of each tile lie, in the order of their widths. Each is int64 [..., tiles,
+    """Places of each tile's channels, in the order of their widths. Each is int64 [..., tiles,
     head_dim].
 
     channel: of each place. width: bits. begin: first place of the same width. size: number of
@@ -73,8 +73,8 @@ class BlockGtqCodec(TileCodec):
         return self.bits + MORE_BITS
 
     def row_bytes(self, head_dim: int) -> int:
-        of_widths = dealt_bytes(code_bytes(head_dim // 2, WIDTH_BITS), self.group_size)
-        return of_widths + 2 * self.most_bits + plane_width(head_dim, self.bits)
+        dealt = dealt_bytes(code_bytes(head_dim // 2, WIDTH_BITS), self.group_size)
+        return dealt + 2 * self.most_bits + plane_width(head_dim, self.bits)
 
     def tiles_back(self, x: Tensor) -> Tensor:
         codes, lengths, widths = self._quantize(x.unflatten(-2, (-1, self.group_size)))
@@ -82,30 +82,31 @@ class BlockGtqCodec(TileCodec):
 
     def encode(self, x: Tensor) -> Tensor:
         codes, lengths, widths = self._quantize(x.unflatten(-2, (-1, self.group_size)))
-        of_tiles = deal_out(pack_codes(widths - 1, WIDTH_BITS), self.group_size)
+        dealt = deal_out(pack_codes(widths - 1, WIDTH_BITS), self.group_size)
         num_bytes = plane_width(x.shape[-1], self.bits)
         packed = pack_widths(codes, layout_of(widths).width, num_bytes)
-        of_rows = torch.cat([lengths.view(torch.uint8), packed], -1).flatten(-3, -2)
-        return torch.cat([of_tiles, of_rows], -1)
+        row_codes = torch.cat([lengths.view(torch.uint8), packed], -1).flatten(-3, -2)
+        return torch.cat([dealt, row_codes], -1)
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
         width_bytes = code_bytes(head_dim // 2, WIDTH_BITS)
         dealt = dealt_bytes(width_bytes, self.group_size)
-        of_tiles = collected(packed[..., :dealt], self.group_size, width_bytes)
-        layout = layout_of(unpack_codes(of_tiles, WIDTH_BITS, head_dim // 2) + 1)
-        of_rows = packed[..., dealt:].unflatten(-2, (-1, self.group_size))
+        packed_widths = collected(packed[..., :dealt], self.group_size, width_bytes)
+        layout = layout_of(unpack_codes(packed_widths, WIDTH_BITS, head_dim // 2) + 1)
+        packed_rows = packed[..., dealt:].unflatten(-2, (-1, self.group_size))
         length_bytes = 2 * self.most_bits
-        lengths = of_rows[..., :length_bytes].contiguous().view(torch.float16).float()
-        codes = unpack_widths(of_rows[..., length_bytes:], layout.width)
+        lengths = packed_rows[..., :length_bytes].contiguous().view(torch.float16).float()
+        codes = unpack_widths(packed_rows[..., length_bytes:], layout.width)
         return self._values(codes, lengths, layout).flatten(-3, -2).to(dtype)
 
     def _quantize(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of tiles [..., tokens, head_dim]: codes in the order of places, int32; fp16 lengths [...,
-        tokens, most_bits], by which centroids are multiplied; widths, int32 [..., pairs]."""
+        """Quantised tiles [..., tokens, head_dim]: codes in the order of places, int32; fp16
+        lengths [..., tokens, most_bits], by which centroids are multiplied; widths, int32 [...,
+        pairs]."""
         tiles = in_range(tiles)
         energy = tiles.square().unflatten(-1, (2, -1)).sum(-2)  # [..., tokens, pairs]
-        of_tile = total(energy.mT).squeeze(-1)
-        widths = allocated(of_tile, self.bits, self.most_bits)
+        tile_energy = total(energy.mT).squeeze(-1)
+        widths = allocated(tile_energy, self.bits, self.most_bits)
         layout = layout_of(widths)
         at = layout.channel.unsqueeze(-2).expand(tiles.shape)
         rotated = _rotated(tiles.gather(-1, at), layout)
@@ -116,10 +117,10 @@ class BlockGtqCodec(TileCodec):
         codes = torch.zeros_like(normal, dtype=torch.int32)
         for width in range(1, self.most_bits + 1):
             _, boundaries = normal_levels(width, tiles.device)
-            of_width = torch.bucketize(normal.contiguous(), boundaries, out_int32=True)
-            codes = torch.where(layout.width.unsqueeze(-2) == width, of_width, codes)
-        of_codes = self._lengths(self._centroids(codes, layout), layout)
-        scale = to_half(length / of_codes.masked_fill(of_codes == 0, 1.0))
+            width_codes = torch.bucketize(normal.contiguous(), boundaries, out_int32=True)
+            codes = torch.where(layout.width.unsqueeze(-2) == width, width_codes, codes)
+        coded_length = self._lengths(self._centroids(codes, layout), layout)
+        scale = to_half(length / coded_length.masked_fill(coded_length == 0, 1.0))
         return codes, scale, widths
 
     def _values(self, codes: Tensor, lengths: Tensor, layout: Layout) -> Tensor:
@@ -134,8 +135,8 @@ class BlockGtqCodec(TileCodec):
         found = torch.zeros_like(codes, dtype=torch.float32)
         for width in range(1, self.most_bits + 1):
             centroids, _ = normal_levels(width, codes.device)
-            of_width = centroids[codes.clamp(max=len(centroids) - 1)]
-            found = torch.where(layout.width.unsqueeze(-2) == width, of_width, found)
+            width_centroids = centroids[codes.clamp(max=len(centroids) - 1)]
+            found = torch.where(layout.width.unsqueeze(-2) == width, width_centroids, found)
         return found
 
     def _lengths(self, places: Tensor, layout: Layout) -> Tensor:
@@ -179,10 +180,10 @@ def layout_of(widths: Tensor) -> Layout:
     return Layout(channel, width, begin, size, power)
 
 
-def _by_place(of_widths: Tensor, layout: Layout) -> Tensor:
+def _by_place(numbers: Tensor, layout: Layout) -> Tensor:
     """A number of each width [..., tokens, most_bits] at the places of that width."""
-    index = (layout.width - 1).unsqueeze(-2).expand(*of_widths.shape[:-1], -1)
-    return of_widths.gather(-1, index)
+    index = (layout.width - 1).unsqueeze(-2).expand(*numbers.shape[:-1], -1)
+    return numbers.gather(-1, index)
 
 
 def _rotated(places: Tensor, layout: Layout, *, inverse: bool = False) -> Tensor:

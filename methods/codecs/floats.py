@@ -115,8 +115,8 @@ class Nvfp4Codec(RowCodec):
         # A copy, since a slot may begin anywhere.
         row_scale = packed[..., :4].clone(memory_format=torch.contiguous_format)
         scales = packed[..., 4 : 4 + self._num_blocks(head_dim)].contiguous()
-        of_codes = packed[..., self._first_code(head_dim) :]
-        codes = unpack_planes(of_codes, self.bits, head_dim, torch.int32)
+        packed_codes = packed[..., self._first_code(head_dim) :]
+        codes = unpack_planes(packed_codes, self.bits, head_dim, torch.int32)
         return self._values(
             codes, scales.view(torch.float8_e4m3fn), row_scale.view(torch.float32), dtype
         )
@@ -153,8 +153,8 @@ class Nvfp4Codec(RowCodec):
     ) -> Tensor:
         levels, _ = _e2m1(codes.device)
         step = (scales.float() * row_scale).unsqueeze(-1)
-        of_elements = step.expand(*step.shape[:-1], NVFP4_BLOCK).flatten(-2)
-        return levels[codes].mul_(of_elements[..., : codes.shape[-1]]).to(dtype)
+        element_steps = step.expand(*step.shape[:-1], NVFP4_BLOCK).flatten(-2)
+        return levels[codes].mul_(element_steps[..., : codes.shape[-1]]).to(dtype)
 
     def _in_blocks(self, rows: Tensor) -> Tensor:
         """[..., head_dim] as [..., blocks, NVFP4_BLOCK], the last one filled up with zeros."""

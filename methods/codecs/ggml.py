@@ -76,15 +76,15 @@ class GgmlCodec(Family):
         meta = blocks[..., : self._meta_bytes].contiguous()
         scale = meta[..., :2].contiguous().view(torch.float16).float()
         minimum = torch.zeros_like(scale)
-        of_codes = blocks[..., self._meta_bytes :]
+        packed_codes = blocks[..., self._meta_bytes :]
         if self.name == "q8_0":
-            codes = of_codes.view(torch.int8).float()
+            codes = packed_codes.view(torch.int8).float()
         elif self.name == "q4_0":
-            codes = unpack_planes(of_codes, 4, GGML_BLOCK, torch.float32) - 8
+            codes = unpack_planes(packed_codes, 4, GGML_BLOCK, torch.float32) - 8
         else:
             minimum = meta[..., 2:].contiguous().view(torch.float16).float()
-            high = _unpack_high_bits(of_codes[..., : GGML_BLOCK // 8])
-            low = unpack_planes(of_codes[..., GGML_BLOCK // 8 :], 4, GGML_BLOCK, torch.float32)
+            high = _unpack_high_bits(packed_codes[..., : GGML_BLOCK // 8])
+            low = unpack_planes(packed_codes[..., GGML_BLOCK // 8 :], 4, GGML_BLOCK, torch.float32)
             codes = low + 16 * high
         return self._values(codes, scale, minimum, head_dim).to(dtype)
 

@@ -192,10 +192,10 @@ class ChannelCodec(IntegerCodec):
 
     def _pack_meta(self, lo: Tensor, step: Tensor) -> Tensor:
         """[..., head_dim, groups, 1] each, as bytes [..., tokens, meta bytes]."""
-        of_group = torch.cat([lo, step], -1).transpose(-3, -2).flatten(-2).half().view(torch.uint8)
-        return deal_out(of_group, self.group_size)
+        scales = torch.cat([lo, step], -1).transpose(-3, -2).flatten(-2)
+        return deal_out(scales.half().view(torch.uint8), self.group_size)
 
     def _unpack_meta(self, packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-        of_group = collected(packed, self.group_size, GROUP_META_BYTES * head_dim)
-        meta = of_group.view(torch.float16).unflatten(-1, (head_dim, 2)).transpose(-3, -2)
+        packed_groups = collected(packed, self.group_size, GROUP_META_BYTES * head_dim)
+        meta = packed_groups.view(torch.float16).unflatten(-1, (head_dim, 2)).transpose(-3, -2)
         return meta[..., :1], meta[..., 1:]

@@ -89,19 +89,18 @@ class KvarnCodec(TileCodec):
         return 2 * (2 * rounded + other)
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of tiles whose rows have a minimum and a step, channels of keys or tokens of values:
-        codes, fp32 [..., tiles, rows, columns]; fp16 step and minimum [..., rows, 1] and scale
-        [..., 1, columns]."""
+        """Codes, fp32 [..., tiles, rows, columns]; step and minimum of each row, a channel of keys
+        or a token of values, fp16 [..., rows, 1]; scale of each column, fp16 [..., 1, columns]."""
         by_token = hadamard(in_range(x)).unflatten(-2, (-1, self.group_size))
         tiles = (by_token if self.of_values else by_token.mT).contiguous()
-        of_columns, of_rows = balancing_scales(tiles)
-        balanced = tiles / of_columns / of_rows
+        column_scales, row_scales = balancing_scales(tiles)
+        balanced = tiles / column_scales / row_scales
         levels = balanced.new_full((), 2**self.bits - 1)  # as in `IntegerCodec`
         minimum = balanced.amin(-1, keepdim=True)
         step = ((balanced.amax(-1, keepdim=True) - minimum) / levels).clamp_(min=1e-10)
         codes = ((balanced - minimum) / step).round_().clamp_(0, 2**self.bits - 1)
-        step, minimum = to_half(of_rows * step), to_half(of_rows * minimum)
-        return codes, step, minimum, to_half(of_columns)
+        step, minimum = to_half(row_scales * step), to_half(row_scales * minimum)
+        return codes, step, minimum, to_half(column_scales)
 
     def _values(self, codes: Tensor, step: Tensor, minimum: Tensor, scale: Tensor) -> Tensor:
         """fp32 rows [..., tokens, head_dim]."""
@@ -117,21 +116,22 @@ def balancing_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
     round count, of equal ones the last (`variance_normalize` of vllm-project/vllm#46812, which adds
     logarithms where scales are multiplied here).
     """
-    of_columns = torch.ones_like(tiles[..., :1, :])
-    of_rows = torch.ones_like(tiles[..., :1])
-    best_columns, best_rows = of_columns, of_rows
+    column_scales = torch.ones_like(tiles[..., :1, :])
+    row_scales = torch.ones_like(tiles[..., :1])
+    best_columns, best_rows = column_scales, row_scales
     least = _imbalance(tiles)
     current = tiles
     for _ in range(ROUNDS):
-        of_columns = (of_columns * _deviation(current.mT).mT.clamp(*DEVIATIONS)).clamp_(*SCALES)
-        current = tiles / of_columns / of_rows
-        of_rows = (of_rows * _deviation(current).clamp(*DEVIATIONS)).clamp_(*SCALES)
-        current = tiles / of_columns / of_rows
+        deviation = _deviation(current.mT).mT.clamp(*DEVIATIONS)
+        column_scales = (column_scales * deviation).clamp_(*SCALES)
+        current = tiles / column_scales / row_scales
+        row_scales = (row_scales * _deviation(current).clamp(*DEVIATIONS)).clamp_(*SCALES)
+        current = tiles / column_scales / row_scales
         imbalance = _imbalance(current)
         is_better = imbalance <= least
         least = torch.where(is_better, imbalance, least)
-        best_columns = torch.where(is_better, of_columns, best_columns)
-        best_rows = torch.where(is_better, of_rows, best_rows)
+        best_columns = torch.where(is_better, column_scales, best_columns)
+        best_rows = torch.where(is_better, row_scales, best_rows)
     return best_columns, best_rows
 
 

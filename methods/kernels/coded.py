@@ -52,11 +52,11 @@ def pack_row(states, packed, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_S
     for plane in tl.static_range(8 // BITS):
         element = plane * width + at
         held = (at < width) & (element < HEAD_DIM)
-        of_group = tl.where(held, element // GROUP_SIZE, 0)
+        group_index = tl.where(held, element // GROUP_SIZE, 0)
         above = tl.load(states + element, mask=held, other=0).to(tl.float32) - tl.gather(
-            lo, of_group, 0
+            lo, group_index, 0
         )
-        level = tl.div_rn(above, tl.gather(divisor, of_group, 0))
+        level = tl.div_rn(above, tl.gather(divisor, group_index, 0))
         level = tl.minimum(tl.maximum(level, 0.0), 2.0**BITS - 1) + TO_WHOLE - TO_WHOLE
         codes |= tl.where(held, level, 0.0).to(tl.int32) << plane * BITS
     tl.store(packed + 4 * groups + at, codes.to(tl.uint8), mask=at < width)
@@ -124,12 +124,12 @@ def _coded_scores(
         sums = tl.zeros((ROWS,), tl.float32)
         products = tl.zeros((ROWS, TILE), tl.float32)
         for column in range(group * GROUP_SIZE, min(COLUMNS, (group + 1) * GROUP_SIZE)):
-            of_query = tl.load(query + column, mask=row < rows, other=0).to(tl.float32)
+            query_element = tl.load(query + column, mask=row < rows, other=0).to(tl.float32)
             byte = 4 * groups + column % width
             code = tl.load(keys + byte * byte_stride, mask=held, other=0).to(tl.int32)
             code = (code >> column // width * BITS) & ((1 << BITS) - 1)
-            sums += of_query
-            products += of_query[:, None] * code.to(tl.float32)[None, :]
+            sums += query_element
+            products += query_element[:, None] * code.to(tl.float32)[None, :]
         lo = load_half(keys + 4 * group * byte_stride, byte_stride, held)
         step = load_half(keys + (4 * group + 2) * byte_stride, byte_stride, held)
         total += products * step[None, :] + sums[:, None] * lo[None, :]
@@ -200,9 +200,9 @@ def _coded_product(
     products += (head * rows + row) * COLUMNS
     for plane in tl.static_range(8 // BITS):
         code = (codes >> plane * BITS) & ((1 << BITS) - 1)
-        of_plane = tl.sum(scaled[:, None] * code.to(tl.float32), 0) + base
+        plane_sums = tl.sum(scaled[:, None] * code.to(tl.float32), 0) + base
         column = plane * width + byte
-        tl.store(products + column, of_plane, mask=(byte < width) & (column < COLUMNS))
+        tl.store(products + column, plane_sums, mask=(byte < width) & (column < COLUMNS))
 
 
 def coded_product(states: Tensor, side: Tensor, bits: int, columns: int) -> Tensor:

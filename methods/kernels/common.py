@@ -1,4 +1,4 @@
-"""What kernels share: the size of a tile, and the strides of slots."""
+"""The size of a tile, and the strides of slots."""
 
 from __future__ import annotations
 
@@ -9,6 +9,5 @@ ELEMENTS = 1024
 
 
 def set_strides(tokens: Tensor) -> tuple[int, int]:
-    """From one batch element and set to the next in [batch, 1 or sets, slots], 0 along what is
-    shared."""
+    """Strides of the batch and of the sets in [batch, 1 or sets, slots], 0 along what is shared."""
     return tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0

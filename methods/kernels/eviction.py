@@ -53,8 +53,8 @@ def _place_own(
     target = tl.where(gone, num_slots - 1, first)
     tl.store(free + head, tl.where(gone, -1, first).to(tl.int64))
     for part in tl.static_range(len(WIDTHS)):
-        of_head = data[part] + head * num_slots * WIDTHS[part]
-        _move(of_head, own, target, WIDTHS[part], EMPTIES[part])
+        head_slots = data[part] + head * num_slots * WIDTHS[part]
+        _move(head_slots, own, target, WIDTHS[part], EMPTIES[part])
 
 
 @triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
@@ -73,9 +73,9 @@ def _evict_least(
         slot = start + tl.arange(0, TILE)
         token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
         old = (slot < slots) & (token <= position - recent)
-        of_slots = tl.where(old, tl.load(score + slot, mask=old, other=0), float("inf"))
-        lowest = tl.min(of_slots, 0)
-        first = tl.min(tl.where(of_slots == lowest, slot, slots), 0)
+        slot_scores = tl.where(old, tl.load(score + slot, mask=old, other=0), float("inf"))
+        lowest = tl.min(slot_scores, 0)
+        first = tl.min(tl.where(slot_scores == lowest, slot, slots), 0)
         victim = tl.where(lowest < least, first, victim)
         least = tl.minimum(least, lowest)
     tl.store(tokens + victim, EMPTY, mask=position >= budget)

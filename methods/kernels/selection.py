@@ -27,11 +27,11 @@ STEPS = tl.constexpr(8)
 
 
 @triton.jit
-def _seen(of_head, tokens, position, slot, slots, is_head):
-    """Which of a tile's slots a row sees, and their scores [heads, slots], -inf elsewhere."""
+def _seen(head_scores, tokens, position, slot, slots, is_head):
+    """Mask of a tile's slots that a row sees, and their scores [heads, slots], -inf elsewhere."""
     held = slot < slots
     visible = held & (tl.load(tokens + slot, mask=held, other=0) < position)
-    return visible, tl.load(of_head + slot, mask=visible & is_head, other=float("-inf"))
+    return visible, tl.load(head_scores + slot, mask=visible & is_head, other=float("-inf"))
 
 
 @triton.jit(do_not_specialize=["slots", "alpha"])
@@ -44,24 +44,24 @@ def _relative(
     TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    row, of_all = program % rows, program // rows
-    batch = of_all // sets
-    tokens += batch.to(tl.int64) * batch_stride + of_all % sets * set_stride
+    row, set_index = program % rows, program // rows
+    batch = set_index // sets
+    tokens += batch.to(tl.int64) * batch_stride + set_index % sets * set_stride
     position = tl.load(positions + batch * rows + row)
     head = tl.arange(0, HEADS)[:, None]
-    of_head = scores + ((of_all.to(tl.int64) * group + head) * rows + row) * slots
+    head_scores = scores + ((set_index.to(tl.int64) * group + head) * rows + row) * slots
     relative += program.to(tl.int64) * slots
     best = tl.full((HEADS, TILE), float("-inf"), tl.float32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
+        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
         best = tl.maximum(best, seen)
     best = tl.max(best, 1)
     best = tl.where(best == float("-inf"), 0.0, best)[:, None]
     count = tl.zeros((TILE,), tl.int32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
+        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
         nearest = tl.max(seen - best, 0)
         tl.store(relative + slot, nearest, mask=slot < slots)
         count += (nearest >= -alpha).to(tl.int32)
@@ -80,36 +80,36 @@ def _summed_probs(
     TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    row, of_all = program % rows, program // rows
-    batch = of_all // sets
-    tokens += batch.to(tl.int64) * batch_stride + of_all % sets * set_stride
+    row, set_index = program % rows, program // rows
+    batch = set_index // sets
+    tokens += batch.to(tl.int64) * batch_stride + set_index % sets * set_stride
     position = tl.load(positions + batch * rows + row)
     head = tl.arange(0, HEADS)[:, None]
-    of_head = scores + ((of_all.to(tl.int64) * group + head) * rows + row) * slots
+    head_scores = scores + ((set_index.to(tl.int64) * group + head) * rows + row) * slots
     summed += program.to(tl.int64) * slots
     best = tl.full((HEADS, TILE), LOWEST, tl.float32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
+        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
         best = tl.maximum(best, seen)
     best = tl.max(best, 1)[:, None]
     total = tl.zeros((HEADS, TILE), tl.float32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
+        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
         total += tl.exp(seen - best)
     total = tl.sum(total, 1)[:, None]
     total = tl.where(total > 0, total, 1.0)  # of no visible token, and of no head
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        visible, seen = _seen(of_head, tokens, position, slot, slots, head < group)
-        of_slots = tl.maximum(tl.sum(tl.exp(seen - best) / total, 0), TINY)
+        visible, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
+        slot_scores = tl.maximum(tl.sum(tl.exp(seen - best) / total, 0), TINY)
         if distances is not None:
             at = distances + batch.to(tl.int64) * distance_batch_stride
-            at += (of_all % sets).to(tl.int64) * distance_head_stride
+            at += (set_index % sets).to(tl.int64) * distance_head_stride
             code = tl.load(at + slot, mask=slot < slots, other=0).to(tl.float32)
-            of_slots *= tl.exp2(code / STEPS)
-        tl.store(summed + slot, tl.where(visible, of_slots, float("-inf")), mask=slot < slots)
+            slot_scores *= tl.exp2(code / STEPS)
+        tl.store(summed + slot, tl.where(visible, slot_scores, float("-inf")), mask=slot < slots)
 
 
 @triton.jit(do_not_specialize_on_alignment=["codes"])  # the slot moves from step to step
@@ -119,13 +119,13 @@ def _code_distances(
     code_batch_stride, code_head_stride,
     VALUE_DIM: tl.constexpr, ELEMENTS_OF_VALUE: tl.constexpr,  # VALUE_DIM rounded up
 ):  # fmt: skip
-    row, of_all = tl.program_id(0) % rows, (tl.program_id(0) // rows).to(tl.int64)
-    batch, head = of_all // heads, of_all % heads
+    row, set_index = tl.program_id(0) % rows, (tl.program_id(0) // rows).to(tl.int64)
+    batch, head = set_index // heads, set_index % heads
     element = tl.arange(0, ELEMENTS_OF_VALUE)
     held = element < VALUE_DIM
     values += batch * value_batch_stride + head * value_head_stride + row * value_row_stride
     value = tl.load(values + element, mask=held, other=0).to(tl.float32)
-    mean = tl.load(means + of_all * VALUE_DIM + element, mask=held, other=0).to(tl.float32)
+    mean = tl.load(means + set_index * VALUE_DIM + element, mask=held, other=0).to(tl.float32)
     distance = tl.sqrt(tl.sum((value - mean) * (value - mean), 0))
     steps = tl.log2(tl.maximum(distance, 2.0**-16)) * STEPS + TO_WHOLE - TO_WHOLE
     code = tl.minimum(steps + 128, 255)
@@ -152,10 +152,10 @@ def _ranked(
     TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    of_all = program // rows
-    batch, of_set = of_all // sets, of_all % sets
-    tokens += batch.to(tl.int64) * batch_stride + of_set * set_stride
-    turn = _mixed(of_set.to(tl.int64) + layer.to(tl.int64) * 65536)
+    set_index = program // rows
+    batch, set_number = set_index // sets, set_index % sets
+    tokens += batch.to(tl.int64) * batch_stride + set_number * set_stride
+    turn = _mixed(set_number.to(tl.int64) + layer.to(tl.int64) * 65536)
     score += program.to(tl.int64) * slots
     ranked += program.to(tl.int64) * slots
     for start in range(0, slots, TILE):
@@ -163,8 +163,8 @@ def _ranked(
         token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
         turned = (_mixed(token + salt) + turn) & (NUMBERS - 1)
         number = (turned.to(tl.float32) + 0.5) / NUMBERS
-        of_slots = tl.load(score + slot, mask=slot < slots, other=0)
-        tl.store(ranked + slot, of_slots / number, mask=slot < slots)
+        slot_scores = tl.load(score + slot, mask=slot < slots, other=0)
+        tl.store(ranked + slot, slot_scores / number, mask=slot < slots)
 
 
 @triton.jit(do_not_specialize=["slots", "salt", "seed"])
@@ -175,16 +175,16 @@ def _random_numbers(
     TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    row, of_all = program % rows, program // rows
-    batch, of_set = of_all // sets, of_all % sets
-    tokens += batch.to(tl.int64) * batch_stride + of_set * set_stride
+    row, set_index = program % rows, program // rows
+    batch, set_number = set_index // sets, set_index % sets
+    tokens += batch.to(tl.int64) * batch_stride + set_number * set_stride
     found += program.to(tl.int64) * slots
     position = tl.load(positions + batch * rows + row).to(tl.int64)
-    of_row = _mixed(_mixed(_mixed(of_set.to(tl.int64) + salt) + seed) + position)
+    row_hash = _mixed(_mixed(_mixed(set_number.to(tl.int64) + salt) + seed) + position)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
         token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
-        number = (_mixed(of_row + token) >> 8).to(tl.float32)
+        number = (_mixed(row_hash + token) >> 8).to(tl.float32)
         tl.store(found + slot, number, mask=slot < slots)
 
 
@@ -195,14 +195,14 @@ def _log_weights(score, ranked, mask, found, slots, TILE: tl.constexpr):
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
         taken = tl.load(mask + program + slot, mask=slot < slots, other=1) != 0
-        of_slots = tl.load(ranked + program + slot, mask=~taken, other=0)
-        left_out = tl.maximum(left_out, of_slots)  # hidden tokens are below 0
+        slot_scores = tl.load(ranked + program + slot, mask=~taken, other=0)
+        left_out = tl.maximum(left_out, slot_scores)  # hidden tokens are below 0
     border = tl.max(left_out, 0)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
         taken = tl.load(mask + program + slot, mask=slot < slots, other=0) != 0
-        of_slots = tl.load(score + program + slot, mask=taken, other=1.0)
-        weight = tl.maximum(border / of_slots, 1.0)
+        slot_scores = tl.load(score + program + slot, mask=taken, other=1.0)
+        weight = tl.maximum(border / slot_scores, 1.0)
         tl.store(found + program + slot, tl.log(tl.where(taken, weight, 1.0)), mask=slot < slots)
 
 
