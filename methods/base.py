@@ -366,11 +366,8 @@ class State:
         child = copy(self)
         child.lengths = Lengths(*(part.index_select(0, index) for part in self.lengths))
         for name in self.sequence_tensors:
-            setattr(
-                child,
-                name,
-                each_tensor(getattr(self, name), lambda tensor: tensor.index_select(0, index)),
-            )
+            held = getattr(self, name)
+            setattr(child, name, each_tensor(held, lambda tensor: tensor.index_select(0, index)))
         for name, empty in self.slot_tensors.items():
             by_layer = {}
             for layer, old in getattr(self, name).items():
@@ -386,11 +383,9 @@ class State:
 
 def each_tensor(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Change a tensor, or each tensor of a dict."""
-    return (
-        {key: change(tensor) for key, tensor in held.items()}
-        if isinstance(held, dict)
-        else change(held)
-    )
+    if isinstance(held, dict):
+        return {key: change(tensor) for key, tensor in held.items()}
+    return change(held)
 
 
 # What a state is given
@@ -593,11 +588,9 @@ class Geometry:
     @property
     def elements(self) -> int:
         """Elements of one token in a KV head's cache, key and value."""
-        return (
-            self.head_dim
-            if self.values_in_keys
-            else self.head_dim + (self.value_dim or self.head_dim)
-        )
+        if self.values_in_keys:
+            return self.head_dim
+        return self.head_dim + (self.value_dim or self.head_dim)
 
     def every_key(self, positions: Tensor) -> Tensor:
         """The keys of `positions` tokens, in tokens (`elements`), fp64: what true scores read."""
@@ -663,6 +656,15 @@ def rebuilt(state: State, layer: int, slots: Tensor) -> Tensor:
 def share_above(count: int, whole: int) -> float:
     """The least share whose floor of `whole` is more than `count`, at most 1."""
     return min(1.0, math.nextafter((count + 1) / whole, 1))
+
+
+def least_number(is_enough: Callable[[float], bool]) -> float:
+    """The least number in (0, 1] that is enough, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
 
 
 def floor_frac(frac: float, count: Tensor) -> Tensor:

@@ -96,9 +96,8 @@ def choose_columns(
     weight = real[:, None, :, None].to(key.dtype)
     grouped = query.reshape(batch, num_kv_heads, -1, head_dim)
     in_basis = (grouped @ basis).abs().view(batch, num_kv_heads, -1, prompt, head_dim)
-    by_query = (
-        (in_basis * weight.unsqueeze(2)).sum(3, dtype=torch.float32).mean(2)
-    )  # [batch, kv, head_dim]
+    in_basis = in_basis * weight.unsqueeze(2)
+    by_query = in_basis.sum(3, dtype=torch.float32).mean(2)  # [batch, kv, head_dim]
     by_key = ((key @ basis).abs() * weight).sum(2, dtype=torch.float32)
     wanted = method.num_columns(head_dim)
     if method.columns == "union":
@@ -130,9 +129,8 @@ class InfiniGenState(ProjectedState):
         is dropped."""
         measured = self.measured.pop(layer, None)
         if measured is None:
-            basis = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(
-                key.shape[1], -1, -1
-            )
+            identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
+            basis = identity.expand(key.shape[1], -1, -1)
         else:
             basis = measured["rotation"].to(key)
         return choose_columns(query, key, rows.real, basis, self.method).unsqueeze(1)

@@ -545,9 +545,9 @@ class PressState(PromptEvictingState):
             if self.method.inner in ATTENTIONS:
                 attentions = self._attentions(layer, query[at : at + 1, :, first:], keys)
             self.press.compression_ratio = self.method.ratio(length)
-            inputs = (
-                None if rows.inputs is None else sequence_inputs(rows.inputs, at, first, key.device)
-            )
+            inputs = rows.inputs
+            if inputs is not None:
+                inputs = sequence_inputs(inputs, at, first, key.device)
             yield PressedSequence(layer, at, first, inputs, keys, values, attentions)
 
     def _attentions(self, layer: int, query: Tensor, key: Tensor) -> Tensor:
@@ -555,9 +555,8 @@ class PressState(PromptEvictingState):
         softmax = self.geometry.softmax(layer)
         scores = softmax.scores(query, key)
         later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
-        return (
-            softmax.weights(scores.masked_fill_(later, -float("inf"))).flatten(1, 2).to(query.dtype)
-        )
+        weights = softmax.weights(scores.masked_fill_(later, -float("inf")))
+        return weights.flatten(1, 2).to(query.dtype)
 
     def asked(self, ask: Callable[..., Any], sequence: PressedSequence) -> Any:
         """Result of the press, or the `masked_key_indices` that it marks on the module. Raises
@@ -603,17 +602,11 @@ class ChoosingState(PressState):
     ) -> None:
         self.enter_prompt(layer, rows)
         for sequence in self.sequences(layer, query, key, value, rows):
-            evicts = (
-                self._evicted_by_sharing
-                if self.method.outer in SHARING
-                else self._evicted_by_moving
-            )
-            evicted = evicts(sequence)
+            is_shared = self.method.outer in SHARING
+            choice = self._evicted_by_sharing if is_shared else self._evicted_by_moving
+            evicted = choice(sequence)
             num_heads, length = evicted.shape
-            kept, budget = (
-                num_heads * length - int(evicted.sum()),
-                self.method.budget_in_tokens(length),
-            )
+            kept, budget = int((~evicted).sum()), self.method.budget_in_tokens(length)
             if kept != num_heads * budget:
                 raise self.method.refuse(
                     f"kept {kept} rows of {num_heads} heads, not {budget} of each on average"

@@ -59,13 +59,11 @@ class KVzipState(PromptEvictingState):
         layers = range(self.method.dense_layers, self.geometry.num_layers)
         tokens = rows.positions[:, None, None]
         before = (rows.lengths - self.method.window)[:, None, None, None]
-        stacked = torch.stack(
-            [score[layer].to(device) for layer in layers], 1
-        )  # [batch, layers, num_kv_heads, prompt]
+        # [batch, layers, num_kv_heads, prompt]
+        stacked = torch.stack([score[layer].to(device) for layer in layers], 1)
         stacked = stacked.masked_fill((tokens < self.method.num_sinks) | (tokens >= before), -INF)
-        counts = won(
-            stacked.flatten(1, 2), self.shares.sum(0)[:, None] * self.geometry.num_kv_heads
-        )
+        budget = self.shares.sum(0)[:, None] * self.geometry.num_kv_heads
+        counts = won(stacked.flatten(1, 2), budget)
         by_layer = dict(zip(layers, counts.unflatten(1, stacked.shape[1:3]).unbind(1), strict=True))
         self.counts = {layer: by_layer[layer] for layer in self.score}
 
@@ -150,20 +148,16 @@ class KVzip(PromptEvicting):
     def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
         num_rows, num_kv_heads = rows.query.shape[2], rows.key.shape[1]
         begin, stop = rows.chunk.start, rows.chunk.stop
-        sinks, prompt_chunk = (
-            rows.prompt_key[:, :, : self.num_sinks],
-            rows.prompt_key[:, :, begin:stop],
-        )
-        key = torch.cat([sinks, prompt_chunk, rows.key], 2)
+        sinks = rows.prompt_key[:, :, : self.num_sinks]
+        key = torch.cat([sinks, rows.prompt_key[:, :, begin:stop], rows.key], 2)
         num_cached, order = key.shape[2] - num_rows, torch.arange(num_rows, device=key.device)
         score = torch.zeros(num_kv_heads, stop - begin, device=key.device)
         for first in range(0, num_rows, PROMPT_CHUNK):
             part = slice(first, first + PROMPT_CHUNK)
             scores = softmax.scores(rows.query[:, :, part], key)
             scores[..., num_cached:].masked_fill_(order > order[part, None], -INF)
-            probs = softmax.weights(scores)[
-                0, ..., self.num_sinks : num_cached
-            ]  # [kv, group, rows, chunk]
+            in_chunk = slice(self.num_sinks, num_cached)
+            probs = softmax.weights(scores)[0, ..., in_chunk]  # [kv, group, rows, chunk]
             if rows.input_norms is not None and rows.value_norms is not None:
                 values = rows.value_norms.view(num_kv_heads, -1, 1, stop - begin)
                 probs = probs * values / rows.input_norms[part, None]

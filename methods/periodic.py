@@ -57,9 +57,8 @@ class PeriodicState(EvictingState):
 
     def start(self, calibration: Calibration | None) -> None:
         self.generated: dict[int, np.ndarray] = {}
-        self.most = (
-            self.method.budget_in_tokens(int(self.lengths.final.max())) + self.method.divide_length
-        )
+        budget = self.method.budget_in_tokens(int(self.lengths.final.max()))
+        self.most = budget + self.method.divide_length
 
     def score(self, layer: int, held: Held) -> Tensor:
         """Score of each token, fp32 [batch, num_kv_heads, n]; anything for one that does not

@@ -56,13 +56,9 @@ class PQCacheState(RetrievingState):
     def scores(self, layer: int, rows: QueryRows) -> Tensor:
         """The sum over parts of the query's product with the token's centroid."""
         geometry, slots = self.geometry, rows.slot_positions.shape[-1]
-        stacked = (
-            rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3)
-            * geometry.scale
-        )
-        tables = (
-            self._cut(stacked) @ self.centroids[layer].mT
-        )  # [batch, kv, parts, group * rows, 2^bits]
+        stacked = rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3)
+        # [batch, kv, parts, group * rows, 2^bits]
+        tables = self._cut(stacked * geometry.scale) @ self.centroids[layer].mT
         codes = self.codes[layer][:, :, :slots].long().unsqueeze(2)
         shape = (*tables.shape[:2], tables.shape[3], slots)
         scores = tables.new_zeros(shape)
@@ -132,9 +128,8 @@ def kmeans(points: Tensor, real: Tensor, count: int, iterations: int) -> Tensor:
     centroids = points.gather(-2, start.expand(*points.shape[:-2], count, points.shape[-1]))
     numbers = torch.arange(count, device=points.device)
     for _ in range(iterations):
-        member = (nearest(points, centroids).unsqueeze(-1) == numbers) & real[per_head].unsqueeze(
-            -1
-        )
+        is_nearest = nearest(points, centroids).unsqueeze(-1) == numbers
+        member = is_nearest & real[per_head].unsqueeze(-1)
         size = member.sum(-2).unsqueeze(-1)
         mean = member.to(points.dtype).mT @ points / size.clamp(min=1)
         centroids = torch.where(size > 0, mean, centroids)

@@ -88,11 +88,11 @@ class PartialKeysState(State):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
         one = self._stored(layer, key[:, :, :1])
-        self.partial_keys[layer] = (
-            one.new_empty((*key.shape[:2], rows.num_slots, one.shape[-1]))
-            if self.codec is None
-            else room_for_keys(one, rows.num_slots)
-        )
+        if self.codec is None:
+            room = one.new_empty((*key.shape[:2], rows.num_slots, one.shape[-1]))
+        else:
+            room = room_for_keys(one, rows.num_slots)
+        self.partial_keys[layer] = room
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 
     def append(

@@ -108,9 +108,8 @@ class PromptEvictingState(EvictingState):
         checked(self.stay, stay, "batch, KV heads or 1", sizes[0], (sizes[1], 1))
         score = self.second_score(layer, score, tie_score, competes, stay, value)
         checked(self.second_score, score, axes, *sizes)
-        tokens.masked_fill_(
-            lowest_scores(score, competes, competes.sum(-1) - stay, tie_score), EMPTY
-        )
+        gone = lowest_scores(score, competes, competes.sum(-1) - stay, tie_score)
+        tokens.masked_fill_(gone, EMPTY)
 
     def second_score(
         self,
@@ -174,12 +173,8 @@ class EvictingOnce(Evicting):
     def __post_init__(self) -> None:
         super().__post_init__()
         enough = self.kept_tokens is None or self.kept_tokens > self.safe
-        require(
-            enough,
-            "kept_tokens",
-            self.kept_tokens,
-            f"above num_sinks + window={self.safe}, or null",
-        )
+        above = f"above num_sinks + window={self.safe}, or null"
+        require(enough, "kept_tokens", self.kept_tokens, above)
 
     @property
     def safe(self) -> int:
@@ -188,26 +183,23 @@ class EvictingOnce(Evicting):
 
     def budget_in_tokens(self, prompt: int) -> int:
         """Tokens of a prompt that are kept, mean over layers and KV heads."""
-        return min(
-            prompt, int(self.budget * prompt) if self.kept_tokens is None else self.kept_tokens
-        )
+        wanted = int(self.budget * prompt) if self.kept_tokens is None else self.kept_tokens
+        return min(prompt, wanted)
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:
         """Number of competing tokens that stay, for each of `num_layers` selecting layers; their
         mean is exact."""
         mean = max(0, self.budget_in_tokens(prompt) - self.safe)
-        return (
-            pyramid(mean, self._most(prompt), num_layers)
-            if self.layers == "pyramid"
-            else [mean] * num_layers
-        )
+        if self.layers == "pyramid":
+            return pyramid(mean, self._most(prompt), num_layers)
+        return [mean] * num_layers
 
     def _most(self, prompt: int) -> int:
         """The largest share of any layer."""
-        mean, competing = (
-            max(0, count - self.safe) for count in (self.budget_in_tokens(prompt), prompt)
-        )
-        return min(2 * mean - mean // STEEPNESS, competing) if self.layers == "pyramid" else mean
+        mean = max(0, self.budget_in_tokens(prompt) - self.safe)
+        if self.layers != "pyramid":
+            return mean
+        return min(2 * mean - mean // STEEPNESS, max(0, prompt - self.safe))
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where the budget of a prompt does not exceed the tokens that always stay."""
@@ -308,11 +300,11 @@ class SnapKVState(PromptEvictingState):
         them, so that the peak itself stays where few tokens do.
         """
         before = max(0, key.shape[2] - self.method.window)
-        received = received_attention(
-            query, key, rows.real, self.geometry.softmax(layer), first=before
-        )
-        score, pool = received.clone(), max_pool1d if self.method.pooling == "max" else avg_pool1d
+        softmax = self.geometry.softmax(layer)
+        received = received_attention(query, key, rows.real, softmax, first=before)
+        score = received.clone()
         if before:
+            pool = max_pool1d if self.method.pooling == "max" else avg_pool1d
             width = self.method.kernel
             score[..., :before] = pool(received[..., :before], width, stride=1, padding=width // 2)
         return score, received
@@ -365,9 +357,8 @@ class ComingQueriesState(PromptEvictingState):
         """Mean rotation of the positions that follow, [batch, 1, head_dim, head_dim]: each row is a
         unit vector rotated."""
         device = self.lengths.prompt.device
-        units = torch.eye(self.geometry.head_dim, device=device)[None, :, None].expand(
-            -1, -1, HORIZON, -1
-        )
+        units = torch.eye(self.geometry.head_dim, device=device)
+        units = units[None, :, None].expand(-1, -1, HORIZON, -1)
         ahead = self.lengths.prompt[:, None] + torch.arange(HORIZON, device=device)
         rotations = []
         for positions in ahead:
@@ -430,9 +421,8 @@ class KeyDiffState(PromptEvictingState):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
         directions = normalize(key.float(), dim=-1).masked_fill_(~rows.real[:, None, :, None], 0)
-        return -cosine_similarity(
-            key.float(), directions.sum(2, keepdim=True), dim=-1
-        )  # a sum points as the mean
+        total = directions.sum(2, keepdim=True)  # it points as the mean
+        return -cosine_similarity(key.float(), total, dim=-1)
 
 
 @dataclass(frozen=True)

@@ -141,9 +141,7 @@ class RetroInferState(State):
             self.recent_values[layer] = value.new_zeros(*key.shape[:2], room, value.shape[-1])
             self.recent_slots[layer] = self.lengths.prompt.new_zeros(len(key), room)
             self.seen[layer] = self.lengths.prompt.clone()
-        for at, prompt in enumerate(
-            self.prompts
-        ):  # each alone, so that no other decides its clusters
+        for at, prompt in enumerate(self.prompts):  # each alone: no other decides its clusters
             recent = method.num_recent(prompt)
             stop = columns - recent
             middle = slice(columns - prompt + method.num_sinks, stop)
@@ -188,13 +186,10 @@ class RetroInferState(State):
         def put(recent: Tensor, rows: Tensor, index: Tensor) -> Tensor:
             return pad(recent, (0, 0, 0, num_rows + 1)).scatter_(-2, index.expand_as(rows), rows)
 
-        keys, values = (
-            put(recent[layer], rows, place[:, None, :, None])
-            for recent, rows in ((self.recent_keys, key), (self.recent_values, value))
-        )
-        numbers = put(
-            self.recent_slots[layer].unsqueeze(-1), slots.unsqueeze(-1), place.unsqueeze(-1)
-        ).squeeze(-1)
+        keys = put(self.recent_keys[layer], key, place[:, None, :, None])
+        values = put(self.recent_values[layer], value, place[:, None, :, None])
+        recent_slots = self.recent_slots[layer].unsqueeze(-1)
+        numbers = put(recent_slots, slots.unsqueeze(-1), place.unsqueeze(-1)).squeeze(-1)
         self.seen[layer] = self.seen[layer] + real.sum(-1)
         due = self._updates(self.seen[layer]) > done
         if self._may_be_due(due, num_rows, first_slot):
@@ -202,15 +197,11 @@ class RetroInferState(State):
             for size in self.update_sizes:
                 due_now = due & (update == size)
                 self._update(layer, keys, values, numbers, done, due_now, size)
-                keys, values = (
-                    torch.where(due_now[:, None, None, None], rows.roll(-size, 2), rows)
-                    for rows in (keys, values)
-                )
+                keys = torch.where(_along(due_now, keys), keys.roll(-size, 2), keys)
+                values = torch.where(_along(due_now, values), values.roll(-size, 2), values)
                 numbers = torch.where(due_now[:, None], numbers.roll(-size, 1), numbers)
-        self.recent_keys[layer], self.recent_values[layer] = (
-            keys[:, :, :kept].clone(),
-            values[:, :, :kept].clone(),
-        )
+        self.recent_keys[layer] = keys[:, :, :kept].clone()
+        self.recent_values[layer] = values[:, :, :kept].clone()
         self.recent_slots[layer] = numbers[:, :kept].clone()
 
     def _may_be_due(self, due: Tensor, num_rows: int, first_slot: int) -> bool:
@@ -246,25 +237,19 @@ class RetroInferState(State):
         ):
             index = index.expand(-1, keys.shape[1], -1)
             index = index if held.dim() == 3 else index.unsqueeze(-1).expand_as(new)
-            is_due = due.view(-1, *[1] * (held.dim() - 1))
-            held.scatter_(2, index, torch.where(is_due, new.to(held.dtype), held.gather(2, index)))
+            kept = held.gather(2, index)
+            held.scatter_(2, index, torch.where(_along(due, held), new.to(held.dtype), kept))
 
     def _updates(self, cached: Tensor) -> Tensor:
         """Updates before the next token comes, int; cached: int [batch] or [batch, rows], tokens
         before it."""
-        prompt, update = (
-            counts.view(-1, *[1] * (cached.dim() - 1))
-            for counts in (self.lengths.prompt, self._update_size())
-        )
+        prompt, update = _along(self.lengths.prompt, cached), _along(self._update_size(), cached)
         return ((cached - prompt) // update).clamp(min=0)
 
     def _first_recent(self, done: Tensor) -> Tensor:
         """First token behind those in clusters, after so many updates."""
-        first, update = (
-            counts.view(-1, *[1] * (done.dim() - 1))
-            for counts in (self.lengths.prompt - self._num_recent(), self._update_size())
-        )
-        return first + done * update
+        first = self.lengths.prompt - self._num_recent()
+        return _along(first, done) + done * _along(self._update_size(), done)
 
     def _num_recent(self) -> Tensor:
         """`RetroInfer.num_recent` of each sequence, int [batch]."""
@@ -289,19 +274,15 @@ class RetroInferState(State):
         ordered = sizes_of_rows.gather(-1, order)
         in_middle = (self.lengths.prompt - method.num_sinks - self._num_recent())[:, None]
         segments = (in_middle // method.segment).clamp(min=1)
-        prompt_clusters = segments * (in_middle // segments // method.cluster_size).clamp(
-            min=1
-        )  # as `num_clusters`
-        num_clusters = prompt_clusters + made
+        in_segment = (in_middle // segments // method.cluster_size).clamp(min=1)
+        num_clusters = segments * in_segment + made  # as `RetroInfer.num_clusters`
         read, estimated = self._zones(ordered, num_clusters, positions, self._first_recent(done))
         read = torch.zeros_like(read).scatter_(-1, order, read)
         estimated = torch.zeros_like(estimated).scatter_(-1, order, estimated)
         mask = self._tokens(layer, rows, read, self._first_recent(done))
         logits = scores + estimated.float().log().unsqueeze(2)
         log_mass = logits.logsumexp(-1)
-        weights = (
-            (logits - log_mass.unsqueeze(-1)).exp().nan_to_num(0.0)
-        )  # where nothing is estimated
+        weights = (logits - log_mass.unsqueeze(-1)).exp().nan_to_num(0.0)  # nothing is estimated
         means = self.value_sums[layer].float() / sizes.clamp(min=1).unsqueeze(-1)
         rest = Rest(None, weights @ means.unsqueeze(2), log_mass)
         side = self._index_read(num_clusters, (estimated > 0).sum(-1).double().mean(1))
@@ -456,6 +437,11 @@ class RetroInfer(Method):
         return share_above(always, counts.prompt)
 
 
+def _along(numbers: Tensor, like: Tensor) -> Tensor:
+    """A number of each sequence [batch] with the axes of `like` [batch, ...]."""
+    return numbers.view(-1, *[1] * (like.dim() - 1))
+
+
 # Clusters
 
 
@@ -476,26 +462,22 @@ def clustered(
             _, belongs = nearest(own, centroids[..., part, :])
             direction = normalize(belongs.mT @ own, dim=-1)
             is_any = (belongs.sum(-2) > 0).unsqueeze(-1)
-            centroids[..., part, :] = torch.where(
-                is_any, direction, SHRINK * centroids[..., part, :]
-            )
+            others = SHRINK * centroids[..., part, :]
+            centroids[..., part, :] = torch.where(is_any, direction, others)
     members: list[Tensor] = []
     sizes = torch.zeros(centroids.shape[:-1], device=key.device)
     key_sums = torch.zeros_like(centroids)
     value_sums = torch.zeros(*centroids.shape[:-1], value.shape[-1], device=key.device)
-    for keys, values in zip(
-        points.split(KEYS_AT_ONCE, -2), value.float().split(KEYS_AT_ONCE, -2), strict=True
-    ):
+    parts = points.split(KEYS_AT_ONCE, -2), value.float().split(KEYS_AT_ONCE, -2)
+    for keys, values in zip(*parts, strict=True):
         numbers, belongs = nearest(keys, centroids)
         members.append(numbers)
         sizes += belongs.sum(-2)
         key_sums += belongs.mT @ keys
         value_sums += belongs.mT @ values
-    centroids = (
-        torch.where(sizes.unsqueeze(-1) > 0, key_sums / sizes.clamp(min=1).unsqueeze(-1), centroids)
-        + mean
-    )
-    return Clusters(centroids, value_sums, sizes, torch.cat(members, -1))
+    count = sizes.unsqueeze(-1)
+    centroids = torch.where(count > 0, key_sums / count.clamp(min=1), centroids)
+    return Clusters(centroids + mean, value_sums, sizes, torch.cat(members, -1))
 
 
 def nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:

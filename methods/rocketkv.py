@@ -49,6 +49,7 @@ from methods.base import (
     QueryRows,
     Selection,
     TokenCounts,
+    least_number,
     require,
 )
 from methods.prompt_evicting import SnapKVState
@@ -239,12 +240,8 @@ class RocketKV(SelectingBy):
         require(kept > safe or kept == shortest, name, getattr(self, name), allowed)
         super().check(geometry, lengths)
 
-    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return None if self.group == "union" else self.max_tokens_read(counts, layer)
-
-    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
-        held = self.tokens_kept(counts, layer)
-        return held if self.group == "union" else min(held, self._read(counts.prompt))
+    def set_size(self, counts: TokenCounts) -> int:
+        return min(self.tokens_kept(counts, self.dense_layers), self._read(counts.prompt))
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         return self.kept(counts.prompt) + counts.cached - counts.prompt
@@ -257,9 +254,5 @@ class RocketKV(SelectingBy):
         """The least number that keeps one token more than always stay."""
         below = f"below {counts.prompt}, the shortest prompt"
         require(self.safe < counts.prompt, "num_sinks + method.window", self.safe, below)
-        low, high = 0.0, 1.0
-        for _ in range(24):
-            middle = (low + high) / 2
-            is_enough = self.with_budget(middle).kept(counts.prompt) > self.safe
-            low, high = (low, middle) if is_enough else (middle, high)
-        return max(high, super().min_budget(counts))
+        smallest = least_number(lambda frac: self.with_budget(frac).kept(counts.prompt) > self.safe)
+        return max(smallest, super().min_budget(counts))

@@ -188,18 +188,10 @@ class VAttention(Selecting):
         )
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return (
-            self.max_tokens_read(counts, layer)
-            if self.epsilon == 0 and self.group != "union"
-            else None
-        )
+        return super().tokens_read(counts, layer) if self.epsilon == 0 else None
 
-    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
-        return (
-            counts.cached
-            if self.group == "union"
-            else min(counts.cached, max(1, int(self.budget * counts.cached)))
-        )
+    def set_size(self, counts: TokenCounts) -> int:
+        return min(counts.cached, max(1, int(self.budget * counts.cached)))
 
     def with_budget(self, frac: float) -> Self:
         """Set by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code
