@@ -108,12 +108,8 @@ class EvictingToBudget(Evicting):
         if not self.always_kept:
             return super().min_budget(counts)
         stay = getattr(self, self.always_kept)
-        require(
-            stay < counts.final,
-            self.always_kept,
-            stay,
-            f"below {counts.final}, the shortest sequence",
-        )
+        below = f"below {counts.final}, the shortest sequence"
+        require(stay < counts.final, self.always_kept, stay, below)
         return share_above(stay, counts.final)
 
     def artifact_budget(self) -> float:

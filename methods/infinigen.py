@@ -229,16 +229,10 @@ class ScoreSelecting(Capped, Selecting):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_scale = self.group == "best" or self._counts_by_cap
-        alpha_given = self.alpha is not None
-        require(
-            one_scale or not alpha_given,
-            "alpha",
-            self.alpha,
-            f"inf with group={self.group}, or set group=best",
-        )
-        require(
-            one_scale, "group", self.group, "best, the distance that alpha bounds; or set alpha=inf"
-        )
+        by_group = f"inf with group={self.group}, or set group=best"
+        require(one_scale or self.alpha is None, "alpha", self.alpha, by_group)
+        by_alpha = "best, the distance that alpha bounds; or set alpha=inf"
+        require(one_scale, "group", self.group, by_alpha)
 
     @property
     def _counts_by_cap(self) -> bool:
@@ -281,10 +275,8 @@ class ScoreSelecting(Capped, Selecting):
                 relative, within = kernels.relative(scores, rows, alpha)
             within = None if self._counts_by_cap else within
             frac, least, whole = self.limits(cached, final)
-            mask, num_read = kernels.largest(
-                relative, within, order, frac=frac, least=least, whole=whole, cached=cached
-            )
-            return Selection(mask, num_read)
+            sizes = {"frac": frac, "least": least, "whole": whole, "cached": cached}
+            return Selection(*kernels.largest(relative, within, order, **sizes))
         hide(scores, rows)
         count, relative = self.cap(cached, final), None
         if not self._counts_by_cap:

@@ -230,9 +230,7 @@ def press_class(choice: str) -> type[KvPress]:
         own = []
         for parameter, (hint, default) in parameters_of(presses[name]).items():
             setting = parameter
-            while (
-                setting in settings
-            ):  # a press and the one that it wraps have a setting of the same name
+            while setting in settings:  # a press and the one that it wraps may name one alike
                 setting = f"press_{setting}"
             settings[setting] = hint, default
             own.append((parameter, setting))
@@ -278,12 +276,8 @@ class KvPress(EvictingOnce):
     def __post_init__(self) -> None:
         super().__post_init__()
         version: str = self.version  # type: ignore[attr-defined]
-        require(
-            version == version_installed(),
-            "version",
-            version,
-            f"{version_installed()}, which is installed",
-        )
+        installed = version_installed()
+        require(version == installed, "version", version, f"{installed}, which is installed")
         for part in self.parts:
             for parameter, setting in part.settings:
                 self._check_range(parameter, setting)
@@ -329,9 +323,8 @@ class KvPress(EvictingOnce):
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         super().check(geometry, lengths)
         if geometry.values_in_keys:
-            raise self.refuse(
-                "presses know no latent attention, whose keys hold the values as well"
-            )
+            why = "presses know no latent attention, whose keys hold the values as well"
+            raise self.refuse(why)
 
     def check_inputs(self, inputs: LayerInputs, query: Tensor) -> None:
         """ValueError where the press would make other queries from the module than the model does,
@@ -345,14 +338,13 @@ class KvPress(EvictingOnce):
             return
         try:
             made = query_of(inputs)
-            alike = made.shape == query.shape and float(
-                cosine_similarity(made, query.float(), dim=-1).min()
-            )
+            cosine = 0.0
+            if made.shape == query.shape:
+                cosine = float(cosine_similarity(made, query.float(), dim=-1).min())
         except Exception as error:
-            raise self.refuse(
-                f"makes no queries from {type(inputs.module).__name__} ({_reason(error)})"
-            ) from error
-        if not alike >= SAME_QUERY:
+            module = type(inputs.module).__name__
+            raise self.refuse(f"makes no queries from {module} ({_reason(error)})") from error
+        if not cosine >= SAME_QUERY:
             module = type(inputs.module).__name__
             raise self.refuse(f"makes other queries than {module}, which kvpress does not know")
 
@@ -472,11 +464,9 @@ class ByNumber:
     ) -> Tensor:
         """The scores that the press gives to the tokens of these numbers."""
         index = keys[..., :1].long()
-        own = [
-            part.gather(2, index.expand(-1, -1, -1, part.shape[-1]))
-            for part in (self.keys, self.values)
-        ]
-        return self.press.score(module, hidden_states, *own, attentions, kwargs)
+        keys = self.keys.gather(2, index.expand(-1, -1, -1, self.keys.shape[-1]))
+        values = self.values.gather(2, index.expand(-1, -1, -1, self.values.shape[-1]))
+        return self.press.score(module, hidden_states, keys, values, attentions, kwargs)
 
 
 def sequence_inputs(inputs: LayerInputs, at: int, first: int, device: torch.device) -> LayerInputs:

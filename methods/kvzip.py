@@ -129,12 +129,8 @@ class KVzip(PromptEvicting):
         super().check(geometry, lengths)
         for name in ("instruction", "continuation", "suffix"):
             text = getattr(self, name)
-            require(
-                not isinstance(text, str),
-                name,
-                repr(text),
-                "token ids where there is no tokenizer, such as [5,6]",
-            )
+            ids = "token ids where there is no tokenizer, such as [5,6]"
+            require(not isinstance(text, str), name, repr(text), ids)
 
     def repetitions(self, prompt: int) -> list[Repetition]:
         passes = []

@@ -475,8 +475,8 @@ def clustered(
         sizes += belongs.sum(-2)
         key_sums += belongs.mT @ keys
         value_sums += belongs.mT @ values
-    count = sizes.unsqueeze(-1)
-    centroids = torch.where(count > 0, key_sums / count.clamp(min=1), centroids)
+    num_members = sizes.unsqueeze(-1)
+    centroids = torch.where(num_members > 0, key_sums / num_members.clamp(min=1), centroids)
     return Clusters(centroids + mean, value_sums, sizes, torch.cat(members, -1))
 
 

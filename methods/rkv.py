@@ -92,13 +92,9 @@ class RKV(Periodic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        enough = self.kept_tokens is None or self.kept_tokens > self.window
         above = f"above window={self.window}, or null"
-        require(
-            self.kept_tokens is None or self.kept_tokens > self.window,
-            "kept_tokens",
-            self.kept_tokens,
-            above,
-        )
+        require(enough, "kept_tokens", self.kept_tokens, above)
 
 
 def similarity(keys: Tensor, present: Tensor) -> Tensor:

@@ -180,12 +180,9 @@ class VAttention(Selecting):
         prompt, unless all of it is in the set."""
         prompt = int(lengths.prompt.min())
         fixed = min(prompt, max(1, int(min(self.fixed_frac, self.budget) * prompt)))
-        require(
-            not self.num_sinks or fixed > self.num_sinks or fixed == prompt,
-            "num_sinks",
-            self.num_sinks,
-            f"below {fixed}, the fixed set of a prompt of {prompt} tokens",
-        )
+        enough = not self.num_sinks or fixed > self.num_sinks or fixed == prompt
+        below = f"below {fixed}, the fixed set of a prompt of {prompt} tokens"
+        require(enough, "num_sinks", self.num_sinks, below)
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
         return super().tokens_read(counts, layer) if self.epsilon == 0 else None
