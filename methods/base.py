@@ -236,14 +236,14 @@ class Method:
     @final
     @property
     def keeps_keys(self) -> bool:
-        """True if the state gives keys back (`State.rebuild`). The cache then holds values only,
-        and only they cross the link. Some tokens of the prompt and all generated ones stay exact
-        on the device."""
-        return self.state is not None and self.state.rebuild is not State.rebuild
+        """True if the state keeps the keys and gives them back (`State.rebuild`). The cache then
+        holds values only, and only they cross the link."""
+        return type(self).tokens_resident is not Method.tokens_resident
 
     def tokens_resident(self, counts: TokenCounts, layer: int) -> int:
-        """Cached tokens that stay exact on the device, where the state keeps the keys."""
-        return 0
+        """Cached tokens that stay exact on the device where the state keeps the keys: some of the
+        prompt, and all that are generated."""
+        raise NotImplementedError
 
     @property
     def replay_only(self) -> str | None:
