@@ -619,17 +619,16 @@ def checked(hook: Any, found: Any, axes: str, *sizes: int | tuple[int, ...] | No
     axes: their names. sizes: of each axis its size, or those allowed; None: any.
     """
     shape = found.shape if isinstance(found, Tensor) else ()
-    if len(shape) == len(sizes) and all(map(_fits, shape, sizes)):
+    fits = len(shape) == len(sizes)
+    for length, size in zip(shape, sizes, strict=False):
+        fits = fits and (size is None or length in _listed(size))
+    if fits:
         return found
     code = hook.__func__.__code__
     returned = [*shape] if isinstance(found, Tensor) else type(found).__name__
     allowed = ", ".join(" or ".join(map(str, _listed(size))) for size in sizes)
     words = f"{hook.__name__} returned {returned}; must be [{axes}] = [{allowed}]"
     raise ShapeError(words, f"{code.co_filename}:{code.co_firstlineno}")
-
-
-def _fits(found: int, size: int | tuple[int, ...] | None) -> bool:
-    return size is None or found in _listed(size)
 
 
 def _listed(size: int | tuple[int, ...] | None) -> tuple[int | str, ...]:

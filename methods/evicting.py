@@ -10,7 +10,6 @@ score leave. A subclass gives a budget, how many recent tokens are safe, and the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from types import ModuleType
 from typing import ClassVar, Self
 
@@ -156,9 +155,8 @@ class EvictingState(State):
         for name, empty in self.slot_tensors.items():
             by_layer = getattr(self, name)
             old = by_layer[layer]
-            new = by_layer[layer] = old.new_full(
-                (*old.shape[:2], capacity + 2, *old.shape[3:]), empty
-            )
+            shape = (*old.shape[:2], capacity + 2, *old.shape[3:])
+            new = by_layer[layer] = old.new_full(shape, empty)
             new[:, :, : kept.shape[-1]] = old.gather(2, _like(kept, old))
         return pad(columns, (0, capacity - columns.shape[-1]), value=-1)
 
@@ -242,11 +240,11 @@ class ScoreState(EvictingState):
         are kept."""
         self.enter(layer, rows)
         positions = rows.positions.masked_fill(~rows.real, -1) if rows.padded else rows.positions
-        kernels = kernels_for(self.tokens[layer])
-        scan = self._scan if kernels is None else partial(self._scan_by_kernels, kernels)
-        return Selection(
-            scan(layer, rows, positions), torch.minimum(rows.positions, self.limits[layer][:, :1])
-        )
+        if kernels := kernels_for(self.tokens[layer]):
+            mask = self._scan_by_kernels(kernels, layer, rows, positions)
+        else:
+            mask = self._scan(layer, rows, positions)
+        return Selection(mask, torch.minimum(rows.positions, self.limits[layer][:, :1]))
 
     def _scan(self, layer: int, rows: QueryRows, positions: Tensor) -> Tensor:
         """The mask of the tokens that each row reads: bool [batch, num_kv_heads, rows, slots].
@@ -267,9 +265,8 @@ class ScoreState(EvictingState):
             tokens, score = held.gather(-1, used), score_of_slots.gather(-1, used)
             scores = scores.gather(-1, used[:, :, None, None].expand(*scores.shape[:4], -1))
         loss = mask_bias(~evicts).unsqueeze(-1).expand(-1, held.shape[1], -1, -1)
-        safe = -mask_bias(
-            tokens.unsqueeze(2) <= (positions - recent)[:, None, :, None]
-        )  # inf for a recent token
+        is_old = tokens.unsqueeze(2) <= (positions - recent)[:, None, :, None]
+        safe = -mask_bias(is_old)  # inf for a recent token
         hidden = mask_bias(tokens != EMPTY)
         victims = torch.empty((num_rows, *held.shape[:2], 1), dtype=torch.int64, device=held.device)
         visible_scores = scores.new_empty((*scores.shape[:3], 1, scores.shape[-1]))
@@ -296,9 +293,8 @@ class ScoreState(EvictingState):
         leaves_after = held.new_full((*held.shape[:2], slots + 1), num_rows)
         targets = victim.masked_fill_(~evicts, slots)
         leaves_after.scatter_(-1, targets, order.expand(*held.shape[:2], -1))
-        mask = (held.unsqueeze(2) < rows.positions[:, None, :, None]) & (
-            leaves_after[..., None, :slots] >= order[:, None]
-        )
+        visible = held.unsqueeze(2) < rows.positions[:, None, :, None]
+        mask = visible & (leaves_after[..., None, :slots] >= order[:, None])
         tokens.masked_fill_(hidden == -INF, EMPTY)
         if used is not None:  # what was gathered goes back
             held.scatter_(-1, used, tokens)
@@ -316,14 +312,12 @@ class ScoreState(EvictingState):
         mask = torch.empty((*held.shape[:2], num_rows, slots), dtype=torch.bool, device=held.device)
         for row in range(num_rows):
             torch.lt(held, rows.positions[:, row, None, None], out=mask[:, :, row])
-            row_scores = scores[:, :, :, row : row + 1].masked_fill(
-                (held == EMPTY)[:, :, None, None], -INF
-            )
+            is_free = (held == EMPTY)[:, :, None, None]
+            row_scores = scores[:, :, :, row : row + 1].masked_fill(is_free, -INF)
             probs = softmax.weights(row_scores)[:, :, :, 0]
-            self.observe(
-                score[..., :slots],
-                probs * rows.real[:, None, row, None, None] if rows.padded else probs,
-            )
+            if rows.padded:
+                probs = probs * rows.real[:, None, row, None, None]
+            self.observe(score[..., :slots], probs)
             kernels.evict_least(score, tokens, slots, positions[:, row], self.limits[layer])
         return mask
 

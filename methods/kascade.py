@@ -94,15 +94,12 @@ class KascadeState(State):
         count = self.method.num_chosen(rows.positions)
         if layer in self.heads:
             self.last = layer
-            masks = [
-                pad(self.chosen[slot], (0, num_slots - self.chosen[slot].shape[-1])) for slot in own
-            ]
+            chosen = [self.chosen[slot] for slot in own]
+            masks = [pad(mask, (0, num_slots - mask.shape[-1])) for mask in chosen]
             return Selection(torch.stack(masks, 2).index_select(1, self.heads[layer]), count)
         weights = self.geometry.softmax(layer).weights(rows.true_scores().clone()).sum(2)
         mask = largest(weights.masked_fill_(~rows.visible(), -math.inf), count)
-        if (
-            self.last != layer
-        ):  # the first block of rows: what was chosen for earlier rows is no longer needed
+        if self.last != layer:  # the first block: earlier rows need their choice no longer
             self.chosen = {}
         self.last = layer
         if layer + 1 in self.heads:
@@ -155,9 +152,8 @@ class Kascade(Method):
         num_kv_heads, num_kv_heads], 0 for later layers. best: int [num_kv_heads, rows, n], each
         row's best tokens."""
         num_tokens, layer = key.shape[1], len(earlier)
-        rows = torch.linspace(
-            num_tokens // 2, num_tokens - 1, min(NUM_ROWS, num_tokens - num_tokens // 2)
-        ).long()
+        first, last = num_tokens // 2, num_tokens - 1
+        rows = torch.linspace(first, last, min(NUM_ROWS, num_tokens - first)).long()
         softmax = geometry.softmax(layer)
         scores = softmax.scores(query[None, :, rows.to(query.device)], key[None])
         # The current token does not compete: every row reads it.
@@ -199,9 +195,8 @@ class Kascade(Method):
 
     def num_chosen(self, positions: Tensor) -> Tensor:
         """Tokens that an anchor chooses for rows at `positions`, int alike."""
-        return torch.minimum(
-            floor_frac(self.budget, positions).clamp(min=self.min_tokens), positions
-        )
+        wanted = floor_frac(self.budget, positions).clamp(min=self.min_tokens)
+        return torch.minimum(wanted, positions)
 
 
 def best_anchors(similarity: Sequence[Sequence[float]], first: int, number: int) -> tuple[int, ...]:

@@ -71,14 +71,13 @@ USING_OUTPUT = {"CriticalKVPress", "CriticalAdaKVPress"}
 """Presses that read the weights of the module's output projection."""
 REFUSED = {
     **dict.fromkeys(("BasePress", "ScorerPress"), "is the base of other presses"),
+    **dict.fromkeys(("CompressionRatioDecodingPress", "DecodingPress", "PrefillDecodingPress"),
+        "evicts during decoding, and here a press evicts after the prompt"),
     "CAMPress": "merges values of tokens during decoding, and here a press evicts after the prompt",
     "ChunkKVPress": "keeps whole chunks of unequal lengths, so its data decide how many tokens it "
     "keeps; kvpress:EntropyGatedChunkKVPress:... keeps a fixed number",
     "ComposedPress": "runs several presses one after another; choose one of them",
-    "CompressionRatioDecodingPress": "evicts during decoding, and here a press evicts after the "
-    "prompt",
     "DMSPress": "keeps what is above a threshold, so its data decide how many tokens it keeps",
-    "DecodingPress": "evicts during decoding, and here a press evicts after the prompt",
     "DuoAttentionPress": "needs patterns of heads from the network; method=duo measures them",
     "ExpectedAttentionStatsPress": "needs statistics of the model's queries from the hub",
     "FastKVzipPress": "needs trained gates from the hub",
@@ -91,7 +90,6 @@ REFUSED = {
     "LUKVPress": "needs curves of budgets from the network",
     "MergingPress": "changes the values of tokens that stay",
     "PerLayerCompressionPress": "has a ratio for each layer instead of one size",
-    "PrefillDecodingPress": "evicts during decoding, and here a press evicts after the prompt",
     "QFilterPress": "needs trained filters from the hub",
     "RestoreKVPress": "needs trained weights from the hub",
     "SimLayerKVPress": "keeps all tokens of some layers, so its data decide how many tokens it "
@@ -130,10 +128,8 @@ def presses_installed() -> dict[str, type]:
         package = _imported()
         version_installed()
     except ImportError as error:
-        missing = error.name or PACKAGE
-        raise ValueError(
-            f"needs the Python package {missing}, which is not installed: {INSTALL}"
-        ) from error
+        missing = f"the Python package {error.name or PACKAGE}, which is not installed"
+        raise ValueError(f"needs {missing}: {INSTALL}") from error
     classes = {name: cls for name, cls in vars(package).items() if inspect.isclass(cls)}
     return {name: cls for name, cls in classes.items() if issubclass(cls, package.BasePress)}
 
@@ -199,30 +195,27 @@ def press_class(choice: str) -> type[KvPress]:
     ValueError for a press that does not exist, that cannot be a method, or that lacks a press to
     wrap, and without kvpress.
     """
-    presses = presses_installed()
-    names = choice.split(":")
-    unknown = [name for name in names if name not in presses and name not in REFUSED]
-    if unknown:
-        version, names_allowed = version_installed(), ", ".join(allowed())
-        raise ValueError(f"kvpress {version} has no press {unknown[0]}; allowed: {names_allowed}")
+    presses, names = presses_installed(), choice.split(":")
+    names_allowed = ", ".join(allowed())
     for name in names:
         if name in REFUSED:
             raise ValueError(f"{name} {REFUSED[name]}")
+        if name not in presses:
+            version = version_installed()
+            raise ValueError(f"kvpress {version} has no press {name}; allowed: {names_allowed}")
     *wrappers, last = names
     for name in wrappers:
         if not wraps_another(presses[name]):
-            raise ValueError(
-                f"{name} wraps no other press; allowed before `:`: {', '.join(wrapping())}"
-            )
+            allowed_here = ", ".join(wrapping())
+            raise ValueError(f"{name} wraps no other press; allowed before `:`: {allowed_here}")
     for name in wrappers[1:]:
         if not gives_scores(presses[name]):
             raise ValueError(f"{name} gives no scores, so that no other press wraps it")
     if wraps_another(presses[last]):
         raise ValueError(f"{last} wraps another press; name it, as in kvpress:{choice}:SnapKVPress")
     if not gives_scores(presses[last]) or loads_more(presses[last]):
-        raise ValueError(
-            f"{last} gives no scores, or needs more than the model; allowed: {', '.join(allowed())}"
-        )
+        needs = "gives no scores, or needs more than the model"
+        raise ValueError(f"{last} {needs}; allowed: {names_allowed}")
 
     parts: list[Part] = []
     settings: dict[str, tuple[Any, Any]] = {}
@@ -563,9 +556,8 @@ class PressState(PromptEvictingState):
             if "DefaultCPUAllocator" in str(error):  # out of memory on a CPU
                 raise
             length = sequence.keys.shape[2]
-            raise self.method.refuse(
-                f"failed on a prompt of {length} tokens ({_reason(error)})"
-            ) from error
+            why = f"failed on a prompt of {length} tokens ({_reason(error)})"
+            raise self.method.refuse(why) from error
 
 
 class ScoringState(PressState):
@@ -598,18 +590,16 @@ class ChoosingState(PressState):
             num_heads, length = evicted.shape
             kept, budget = int((~evicted).sum()), self.method.budget_in_tokens(length)
             if kept != num_heads * budget:
-                raise self.method.refuse(
-                    f"kept {kept} rows of {num_heads} heads, not {budget} of each on average"
-                )
+                why = f"kept {kept} rows of {num_heads} heads, not {budget} of each on average"
+                raise self.method.refuse(why)
             tokens = self.tokens[layer][sequence.at, :, sequence.first : key.shape[2]]
             tokens.masked_fill_(evicted, EMPTY)
 
     def _evicted_by_sharing(self, sequence: PressedSequence) -> Tensor:
         """The tokens that the press marks on the module, bool [num_kv_heads, prompt]."""
         _, heads, tokens = self.asked(self.press.compress, sequence)
-        evicted = torch.zeros(
-            sequence.keys.shape[1:3], dtype=torch.bool, device=sequence.keys.device
-        )
+        keys = sequence.keys
+        evicted = torch.zeros(keys.shape[1:3], dtype=torch.bool, device=keys.device)
         evicted[heads, tokens] = True
         return evicted
 
@@ -624,9 +614,8 @@ class ChoosingState(PressState):
         numbers = numbers[:, None].expand_as(keys).contiguous()
         wrapped, self.press.press = self.press.press, ByNumber(self.press.press, keys, values)
         try:
-            moved, _ = self.asked(
-                self.press.compress, sequence._replace(keys=numbers, values=numbers)
-            )
+            numbered = sequence._replace(keys=numbers, values=numbers)
+            moved, _ = self.asked(self.press.compress, numbered)
         finally:
             self.press.press = wrapped
         evicted = torch.ones(keys.shape[1:3], dtype=torch.bool, device=keys.device)

@@ -56,9 +56,8 @@ class QuestState(RetrievingState):
         lowest = self.lowest[layer][:, :, :-1].mT
         highest = self.highest[layer][:, :, :-1].mT
         batch, num_kv_heads, head_dim, pages = lowest.shape
-        query = (rows.query.float() * self.geometry.scale).reshape(
-            batch, num_kv_heads, -1, head_dim
-        )
+        query = rows.query.float() * self.geometry.scale
+        query = query.reshape(batch, num_kv_heads, -1, head_dim)
         possible = query.clamp(min=0) @ highest.float() + query.clamp(max=0) @ lowest.float()
         return possible.view(batch, num_kv_heads, self.geometry.group, -1, pages)
 

@@ -50,9 +50,8 @@ class SparQState(PartialKeysState, RetrievingState):
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
-        self.value_sum[layer] = value.new_zeros(
-            (*value.shape[:2], value.shape[-1]), dtype=torch.float32
-        )
+        shape = (*value.shape[:2], value.shape[-1])
+        self.value_sum[layer] = value.new_zeros(shape, dtype=torch.float32)
         super().prompt(layer, query, key, value, rows)
         del self.through[layer], self.first[layer]
 

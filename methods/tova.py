@@ -35,9 +35,8 @@ class TOVAState(ScoreState):
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
-        score = received_attention(
-            query, key, rows.real, self.geometry.softmax(layer), first=max(0, key.shape[2] - 1)
-        )
+        softmax, last = self.geometry.softmax(layer), max(0, key.shape[2] - 1)
+        score = received_attention(query, key, rows.real, softmax, first=last)
         return score.mean(1, keepdim=True).expand_as(score)
 
     def observe(self, score: Tensor, probs: Tensor) -> None:

@@ -75,9 +75,8 @@ class VAttentionState(PartialKeysState):
         method, visible = self.method, rows.visible()
         if method.has_index:
             scores = self.geometry.softmax(layer).capped(self.scores(layer, rows))
-            seen = visible.scatter(
-                -1, rows.own_slots.unsqueeze(-1).long(), True
-            )  # the own key is in the index by now
+            own = rows.own_slots.unsqueeze(-1).long()  # whose key is in the index by now
+            seen = visible.scatter(-1, own, True)
             scores.masked_fill_(~seen.unsqueeze(2), -math.inf)
         else:
             scores = rows.true_scores().clone()
@@ -88,17 +87,15 @@ class VAttentionState(PartialKeysState):
         count = torch.minimum(cap, method.share(method.fixed_frac, rows.positions))
         scores.masked_fill_(~visible.unsqueeze(2), -math.inf)
         forced = method.forced(rows.slot_positions, rows.slot_positions, rows.positions, count)
-        fixed, _ = method.joined(
-            largest(method.reduced(scores, forced), count), count, self.geometry
-        )
+        best = largest(method.reduced(scores, forced), count)
+        fixed, _ = method.joined(best, count, self.geometry)
 
         # The sample: those with the smallest random numbers
         others = visible & ~fixed
         size = number = others.sum(-1)
         if method.epsilon:
-            base_size = torch.minimum(
-                floor_frac(method.base_frac, number).clamp(min=MIN_SAMPLE), number
-            )
+            base_size = floor_frac(method.base_frac, number).clamp(min=MIN_SAMPLE)
+            base_size = torch.minimum(base_size, number)
             base = self.drawn(BASE_SAMPLE, layer, rows, others, base_size)
             size = method.sample_size(powers, ~others, base, number, base_size)
         size = torch.minimum(size, (cap[:, None] - fixed.sum(-1)).clamp(min=0))
@@ -224,12 +221,10 @@ class VAttention(Selecting):
         """
         base, number, count = base.unsqueeze(2), number.unsqueeze(2), count.unsqueeze(2)
         mean = (powers * base).sum(-1) / count.clamp(min=1)
-        variance = ((powers - mean.unsqueeze(-1)).square_() * base).sum(-1) / (count - 1).clamp(
-            min=1
-        )
+        squares = (powers - mean.unsqueeze(-1)).square_() * base
+        variance = squares.sum(-1) / (count - 1).clamp(min=1)
         total = (powers * known.unsqueeze(2)).sum(-1).double() + number * mean
         z = NormalDist().inv_cdf(1 - self.delta)
         wanted = variance * (z * number / (self.epsilon * total)).square()
-        return torch.minimum(
-            torch.maximum(wanted.amax(2).long(), count.squeeze(2)), number.squeeze(2)
-        )
+        wanted_tokens = torch.maximum(wanted.amax(2).long(), count.squeeze(2))
+        return torch.minimum(wanted_tokens, number.squeeze(2))

@@ -222,7 +222,7 @@ class Odd:
     """A state of a user's own method."""
 
     geometry = Geometry(1, 4, 2, 8, 1.0, "llama")
-    method = SimpleNamespace()
+    method = SimpleNamespace(weighs_rest=False)
 
     def __init__(self, result):
         self.result = result
