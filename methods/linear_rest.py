@@ -102,17 +102,9 @@ class LinearRestState(InfiniGen2State):
         is_few = kernels is not None and scores.shape[2] * scores.shape[3] <= kernels.MOST_ROWS
         if kernels and is_few and self.codec is not None and softmax.softcap is None:
             keys = self.partial_keys[layer][:, :, slots]
-            return kernels.index_of_rest(
-                scores,
-                self.unscored_key[layer],
-                read,
-                rows,
-                keys,
-                columns=self.columns,
-                bits=self.codec.bits,
-                group_size=self.codec.group_size,
-                scale=self.geometry.scale,
-            )
+            codec, given = self.codec, (scores, self.unscored_key[layer], read, rows, keys)
+            sizes = {"columns": self.columns, "bits": codec.bits, "group_size": codec.group_size}
+            return kernels.index_of_rest(*given, **sizes, scale=self.geometry.scale)
         query = rows.query.unflatten(1, (-1, self.geometry.group)).float()
         unscored = self.unscored_key[layer].float().unsqueeze(2)
         scores += self.geometry.scale * (query * unscored).sum(-1, keepdim=True)

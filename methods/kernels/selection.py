@@ -334,18 +334,9 @@ def ranked(score: Tensor, rows: QueryRows, salt: int, layer: int, number_bits: i
     batch, sets, num_rows, slots = score.shape
     tokens = rows.slot_positions
     found = torch.empty_like(score)
-    shape = (slots, sets, num_rows)
-    _ranked[(batch * sets * num_rows,)](
-        score,
-        tokens,
-        found,
-        salt,
-        layer,
-        *shape,
-        *set_strides(tokens),
-        NUMBERS=2**number_bits,
-        TILE=common.ELEMENTS,
-    )
+    shape = (slots, sets, num_rows, *set_strides(tokens))
+    sizes = {"NUMBERS": 2**number_bits, "TILE": common.ELEMENTS}
+    _ranked[(batch * sets * num_rows,)](score, tokens, found, salt, layer, *shape, **sizes)
     return found
 
 
@@ -353,9 +344,8 @@ def random_numbers(salt: int, seed: int, rows: QueryRows, sets: int) -> Tensor:
     """As `methods.sampling.random_numbers`. salt: of the layer and the sample."""
     tokens = rows.slot_positions
     batch, num_rows = rows.positions.shape
-    found = torch.empty(
-        (batch, sets, num_rows, tokens.shape[-1]), dtype=torch.float32, device=tokens.device
-    )
+    found_shape = (batch, sets, num_rows, tokens.shape[-1])
+    found = torch.empty(found_shape, dtype=torch.float32, device=tokens.device)
     data = (tokens, rows.positions.contiguous(), found, salt, seed)
     shape = (tokens.shape[-1], sets, num_rows)
     _random_numbers[(batch * sets * num_rows,)](
@@ -391,13 +381,8 @@ def largest(
     taken = values.new_empty((batch, num_rows), dtype=torch.float64)
     order = None if order is None else order.contiguous()
     mean_of = 0 if within is None else triton.next_power_of_2(sets)
-    given = (
-        values,
-        values if within is None else within,
-        whole.contiguous(),
-        cached.contiguous(),
-        order,
-    )
+    counts = values if within is None else within
+    given = (values, counts, whole.contiguous(), cached.contiguous(), order)
     cap = {"FRAC": frac, "LEAST": least, "MEAN_OF": mean_of}
     grid = (batch * sets * num_rows,)
     _take_largest[grid](
