@@ -8,6 +8,7 @@ import re
 from dataclasses import fields
 from functools import cache
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.settings.paths import CONF_DIR
 from methods.base import Geometry, QueryRows, Rest, Selection, ShapeError
-from methods.extras import KeysOnDevice, to_calibrate
 from tests.cases import CASES, SHIPPED, WIDE, Case, shipped
 from tests.living import (
     PROMPT,
@@ -167,10 +167,10 @@ def test_live_is_replay_on_latents(name):
     case, model_type, shape = shipped(name), *MODELS[LATENTS]
     with attach(tiny_model(model_type, **shape)) as attached:
         assert attached.geometry.values_in_keys
-        measured = calibrate(attached, case.method, list(range(3, 253))) if to_calibrate(case.method) else None
+        measured = calibrate(attached, case.method, list(range(3, 253))) if case.method.needs_calibration else None
         trial = Trial(attached, None, Setup(case.method, case.codec, measured), LONG)
         found = _refusal(trial) or judge(CHECKS["live decoding is replay"], trial).verdict
-    keeps_keys = isinstance(case.method, KeysOnDevice)
+    keeps_keys = case.method.keeps_keys
     assert found == "ok" or (keeps_keys and "keeps the keys: in this model they hold the values as well" in found)
 
 
@@ -181,7 +181,7 @@ def test_a_shipped_method_passes_every_check_between_windows(name):
     model_type, shape = MODELS["Gemma 2"]
     few_layers = shape | {"num_hidden_layers": len(WINDOWS), "layer_types": [*WINDOWS]}
     with attach(tiny_model(model_type, **few_layers)) as attached, EmulatedLink(1e12) as link:
-        measured = calibrate(attached, method, list(range(3, 253))) if to_calibrate(method) else None
+        measured = calibrate(attached, method, list(range(3, 253))) if method.needs_calibration else None
         trial = Trial(attached, link, Setup(method, None, measured), LONG)
         found = [judge(check, trial) for check in CHECKS.values()]
     assert len(found) == len(CHECKS) == 7 and "FAILED" not in {finding.verdict for finding in found}, found
@@ -220,7 +220,7 @@ class Odd:
     """A state of a user's own method."""
 
     geometry = Geometry(1, 4, 2, 8, 1.0, "llama")
-    method = None
+    method = SimpleNamespace(weighs_rest=False)
 
     def select(self, layer, rows):
         raise NotImplementedError
