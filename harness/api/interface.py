@@ -28,7 +28,7 @@ import pandas as pd
 from harness.data.text import prompt_ids
 from harness.errors import UserError, nearest, printable
 from harness.files import stated_memory
-from harness.model.attach import digest_of
+from harness.model.attach import digest_of, unchanged
 from harness.model.load import LoadedModel, from_memory
 from harness.model.resources import Resources
 from harness.results.columns import are_parts
@@ -313,7 +313,11 @@ class Model:
         run = {"experiment": "tasks", "tasks": _names("tasks", tasks)}
         return self._measured(methods, budget, run, settings, quiet)
 
-    def _measured(
+    def _measured(self, *asked: Any) -> pd.DataFrame:
+        with unchanged(self.loaded.model):
+            return self._rows(*asked)
+
+    def _rows(
         self,
         methods: Sequence[str],
         budget: float | str | None,
