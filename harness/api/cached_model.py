@@ -16,7 +16,9 @@ import inspect
 import math
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -36,6 +38,7 @@ from harness.api.arguments import (
     require_predicted,
 )
 from harness.api.outputs import MethodCache, Usage
+from harness.decode.links import Links
 from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attached import Attached
@@ -45,6 +48,7 @@ from harness.model.generation import Settings, require_count, short
 from harness.model.passes import require_eager
 from harness.model.prompts import positions_of
 from harness.replay.session import ReplaySession
+from harness.settings.config import Placement
 from methods.base import Calibration, Method, TokenCounts
 from methods.codecs.split import CacheCodec
 
@@ -61,6 +65,7 @@ SCORE_WITH = (
 )
 
 
+@dataclass(eq=False)
 class CachedModel:
     """An attached model on a method's cache, which stands in for the model inside its `with` block.
 
@@ -69,44 +74,33 @@ class CachedModel:
     which a prompt's cache has room where no `generate` says it: T = prompt + max_new_tokens, at
     most `max_length`. prefill_len: how many first tokens of a whole text are its prompt; None:
     whole texts are refused. max_length: the model's limit in tokens; None: none. tokenizer: finds
-    `stop_strings` where a call of `generate` gives none. live: placement, link and pinned of
+    `stop_strings` where a call of `generate` gives none. The other fields are those of
     `LiveSession`. usage: of the last `generate` or scored text; None before the first.
 
     Calls from several threads take turns. What it does not have itself is the model's: `device`,
     `config`, ...
     """
 
-    def __init__(
-        self,
-        attached: Attached,
-        method: Method,
-        budget: float | None = None,
-        *,
-        nearest: bool = False,
-        codec: CacheCodec | None = None,
-        calibration: Calibration | None = None,
-        gpu_cache: float = 0,
-        max_new_tokens: int = 64,
-        prefill_len: int | None = None,
-        max_length: int | None = None,
-        tokenizer: Any = None,
-        **live: Any,
-    ) -> None:
-        self.attached = attached
-        self.method = method
-        self.budget = budget
-        self.nearest = nearest
-        self.codec = codec
-        self.max_new_tokens = max_new_tokens
-        self.prefill_len = prefill_len
-        self.max_length = max_length
-        self.tokenizer = tokenizer
-        self.usage: Usage | None = None
-        model: Any = attached.model
-        self._cached_as = {"codec": codec, "calibration": calibration, "gpu_cache": gpu_cache}
-        self._live = live
+    attached: Attached
+    method: Method
+    budget: float | None = None
+    nearest: bool = False
+    codec: CacheCodec | None = None
+    calibration: Calibration | None = None
+    placement: Placement = "device"
+    link: Links | None = None
+    gpu_cache: float = 0
+    pinned: bool = True
+    max_new_tokens: int = 64
+    prefill_len: int | None = None
+    max_length: int | None = None
+    tokenizer: Any = None
+    usage: Usage | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        model: Any = self.attached.model
         self._parameters = inspect.signature(model.forward)
-        self._own_generate = model.generate
+        self._own_generate: Callable[..., Any] = model.generate
         self._turns = threading.RLock()
         self._is_open = False
         self._in_place = ExitStack()
@@ -402,7 +396,13 @@ class CachedModel:
             within = torch.ones_like(text, dtype=torch.bool)
             final = torch.tensor([length + more], device=ids.device)
             session = ReplaySession(
-                self.attached, method, final_lengths=final, num_columns=length, **self._cached_as
+                self.attached,
+                method,
+                final_lengths=final,
+                num_columns=length,
+                codec=self.codec,
+                calibration=self.calibration,
+                gpu_cache=self.gpu_cache,
             )
             dense = session.prefill(text[:, :prompt], within[:, :prompt])
             hidden = session.decode(text[:, prompt:], within[:, prompt:])
@@ -453,8 +453,12 @@ class CachedModel:
             self.attached,
             method,
             max_new_tokens=max_new_tokens,
-            **self._cached_as,
-            **self._live,
+            codec=self.codec,
+            placement=self.placement,
+            link=self.link,
+            calibration=self.calibration,
+            gpu_cache=self.gpu_cache,
+            pinned=self.pinned,
         )
 
     def _method_at(self, lengths: list[tuple[int, int]]) -> Method:

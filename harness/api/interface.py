@@ -326,7 +326,7 @@ class Model:
             config = self.configured(budget=budget, **settings_of_run)
             runs.append(Run.of(config, self.resources))
         records = []
-        refusal: UserError | None = None
+        refusals: list[UserError] = []
         self.resources.shares_prompts = sum(not todo.is_finished() for todo in runs) > 1
         try:
             for number, todo in enumerate(runs, 1):
@@ -338,7 +338,7 @@ class Model:
                         path = start(todo, self.resources, say=say)
                 except UserError as error:  # a prompt that is too short for it, which others take
                     log.warning("%s: no row, %s", todo.title, error)
-                    refusal = refusal or error
+                    refusals.append(error)
                     continue
                 report([path])
                 records.append(read_record(path))
@@ -347,8 +347,7 @@ class Model:
         finally:
             self.resources.end_sharing()
         if not records:
-            assert refusal is not None, "each run has a record or a refusal"
-            raise refusal
+            raise refusals[0]
         return frame(records)
 
 
