@@ -196,15 +196,7 @@ def _require_same(what: str, got: Tensor, expected: Tensor) -> None:
         raise AssertionError(f"{what}: logits are off by {off:.1e} of the largest")
 
 
-KINDS = (
-    "latent",
-    "full",
-    "sliding window",
-    "chunked",
-    "recurrent",
-    "sinks",
-    "softcap",
-)
+KINDS = ("latent", "full", "sliding window", "chunked", "recurrent", "sinks", "softcap")
 """Kinds of layers, in the order in which a verdict names them."""
 
 
