@@ -18,7 +18,6 @@ from harness.replay.setup import prepare
 from harness.settings.task_config import NEW_TOKENS
 from harness.speed.latency import compute_threads, two_memories
 from methods.base import TokenCounts
-from methods.extras import RereadsPrompt, to_calibrate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,8 +73,8 @@ def attach(
         config = held.configured(method=method, budget=budget, **settings)
         loaded, platform = held.loaded, config.platform
         reads_text = (
-            to_calibrate(config.method) is not None
-            or isinstance(config.method, RereadsPrompt)
+            config.method.needs_calibration
+            or config.method.rereads_prompt
             or config.budget_is_measured
         )
         if reads_text and loaded.reader is None:

@@ -45,7 +45,6 @@ from methods.base import Lengths, Method, TokenCounts
 from methods.codecs.base import FLOAT_DTYPES, RowCodec
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import CacheCodec, every_codec
-from methods.extras import tokenized, why_replay_only
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"num_key_value_heads": 2}),
@@ -236,7 +235,7 @@ def padded_is_alone(trial: Trial) -> str:
     words = _same_as_alone(trial.replayed, alone, trial, "in replay")
     in_turns = trial.replay_in_turns()
     _same_as_alone(in_turns, alone, trial, "in replay with padding behind the decode rows")
-    if why_replay_only(trial.setup.method) is None:
+    if trial.setup.method.replay_only is None:
         _same_as_alone(trial.on_device, [own.on_device for own in trials], trial, "live")
     return words
 
@@ -378,7 +377,7 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
 def _trials(
     method: Method, codec: CacheCodec | None, device: torch.device
 ) -> Iterator[tuple[str, Trial]]:
-    rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, tokenized(method, tiny_ids)
+    rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
     for family, (model_type, shape) in MODELS.items():
         model: Any = tiny_model(model_type, **shape)
         with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:

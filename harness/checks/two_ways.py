@@ -25,7 +25,6 @@ from harness.replay.setup import Setup
 from methods.base import Method, QueryRows, Selection
 from methods.codecs.split import CacheCodec
 from methods.evicting import EvictingState
-from methods.extras import to_calibrate, why_replay_only
 
 STEPS = 10
 ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
@@ -82,10 +81,10 @@ def setup_of(
     num_tokens: int = NUM_CALIBRATION_TOKENS,
 ) -> Setup:
     """A method on a tiny model. With random weights, random tokens calibrate as well as a text."""
-    measured, to_measure = None, to_calibrate(method)
-    if to_measure is not None:
+    measured = None
+    if method.needs_calibration:
         tokens, _ = token_batch((num_tokens,), steps=0, seed=1)
-        measured = calibrate(attached, to_measure, tokens[0].tolist())
+        measured = calibrate(attached, method, tokens[0].tolist())
     return Setup(method, codec, measured)
 
 
@@ -269,7 +268,7 @@ class Trial:
             raise NotAskedError("the codec leaves the last tokens exact, which cross no link")
 
     def require_live(self) -> None:
-        why = why_replay_only(self.setup.method)
+        why = self.setup.method.replay_only
         if why is not None:
             raise NotAskedError(why)
 
