@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from harness.files import write_atomic
 from harness.model.shape import load_shape
@@ -75,8 +76,6 @@ arithmetic."""
 
 LEFT_OUT = (("fig14", "fig15"), ("fig16a",), ("fig16b",), ("fig18",))
 """Figures that are left out of the fit together: fig 14 shows runs of fig 15."""
-MAX_STEPS, TOLERANCE, DIFFERENCE = 20, 0.01, 0.01
-"""Of the search, in logs; it ends with a step under TOLERANCE."""
 
 
 class Comparison(NamedTuple):
@@ -204,40 +203,20 @@ def _predict(bar: PaperBar, efficiency: Efficiency) -> dict[str, Any]:
     return predict(Case(platform, shape, bar.label, efficiency=efficiency, **sizes))
 
 
-def fit(
-    figures: Collection[str] = tuple(FIGURES),
-    start: Efficiency = FITTED,
-    *,
-    independent_only: bool = False,
-) -> Efficiency:
-    """The efficiencies, at most 1, that predict the numbers of `figures` best.
+def fit(figures: Collection[str] = tuple(FIGURES), *, independent_only: bool = False) -> Efficiency:
+    """The efficiencies that predict the numbers of `figures` best, in least squares of the logs."""
 
-    Gauss-Newton in their logs; Broyden's update saves three of four predictions after the first
-    step.
-    """
-
-    def log_ratios(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    def log_ratios(logs: NDArray[np.float64]) -> list[float]:
         compared = calibrate(Efficiency(*np.exp(logs).tolist()), figures)
-        logarithms = []
-        for comparison in compared:
-            if comparison.independent or not independent_only:
-                logarithms.append(math.log(comparison.ratio))
-        return np.array(logarithms)
+        return [
+            math.log(comparison.ratio)
+            for comparison in compared
+            if comparison.independent or not independent_only
+        ]
 
-    logs = np.log(start)
-    off = log_ratios(logs)
-    slopes = np.transpose(
-        [(off - log_ratios(logs - move)) / DIFFERENCE for move in DIFFERENCE * np.eye(len(logs))]
-    )
-    for _ in range(MAX_STEPS):
-        before, last = logs, off
-        logs = np.minimum(logs + np.linalg.lstsq(slopes, -off)[0], 0.0)
-        step = logs - before
-        if np.abs(step).max() < TOLERANCE:
-            break
-        off = log_ratios(logs)
-        slopes += np.outer(off - last - slopes @ step, step) / (step @ step)
-    return Efficiency(*np.exp(logs).tolist())
+    # MINPACK's, as it saves most predictions of the slopes.
+    found = least_squares(log_ratios, np.log(FITTED), method="lm", diff_step=0.01, xtol=1e-3)
+    return Efficiency(*np.exp(found.x).tolist())
 
 
 def render_errors() -> str:
