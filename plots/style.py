@@ -41,15 +41,6 @@ OWN_NOTE = "* with runs of one's own; the others are shipped with the project"
 FILLED = 0.84
 """Share of a group's width that its bars cover."""
 
-RC: Any = {
-    "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "legend.frameon": False,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "axes.axisbelow": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.5, "hatch.linewidth": 0.5,
-    "lines.linewidth": 1.2, "lines.markersize": 4.5, "pdf.fonttype": 42,
-    "svg.hashsalt": "kv-harness",  # equal names of parts on a rerun
-    "text.parse_math": False,  # a dollar in a label is a dollar
-}  # fmt: skip
-
 DrawPanel = Callable[[Axes, pd.DataFrame], None]
 Panel = tuple[str, pd.DataFrame, DrawPanel]
 """The title of a panel, its rows, and what draws them."""
@@ -87,12 +78,7 @@ ASKED, NOT_ASKED = r"(?:^|, )budget=", "budget not set"
 """In the settings of a run that was asked for a budget, and the words for a run that was not."""
 LOOKS = {label: Look(*look) for label, look in REGISTRY["looks"].items()}
 SEQUENCE = [Look(*look) for look in REGISTRY["sequence"]]
-OTHERS = [
-    Look(COLORS[color], *shape)
-    for shape in (("P", "-", "*"), ("X", "--", "O"), ("h", "-.", "|||"), ("8", ":", "---"))
-    for color in ("wine", "teal", "indigo", "olive")
-]
-"""Of labels that are not listed."""
+OTHERS = [Look(*look) for look in REGISTRY["others"]]
 _given: dict[str, Look] = {}
 """The looks of `OTHERS` that labels have, while the figures of one folder are drawn."""
 
@@ -106,19 +92,14 @@ PUBLISHED_MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
 def look(label: str) -> Look:
     """The label's appearance, the same in all figures that are drawn together.
 
-    A label that is not listed gets a look by its spelling, or the next that no other label has.
+    A label that is not listed gets one of `OTHERS` by its spelling, or the next that is free.
     """
-    if label in LOOKS:
-        return LOOKS[label]
-    if label not in _given:
+    if label not in LOOKS and label not in _given:
         first = zlib.crc32(label.encode()) % len(OTHERS)
         in_turn = [*OTHERS[first:], *OTHERS[:first]]
-        taken = set(_given.values())
-        colors = {other.color for other in taken}
-        free = [other for other in in_turn if other not in taken]
-        in_new_color = [other for other in free if other.color not in colors]
-        _given[label] = (in_new_color or free or in_turn)[0]
-    return _given[label]
+        free = [other for other in in_turn if other not in _given.values()]
+        _given[label] = (free or in_turn)[0]
+    return LOOKS.get(label) or _given[label]
 
 
 def ordered(labels: Iterable[str]) -> list[str]:
@@ -154,9 +135,9 @@ def in_sequence(series: Iterable[str]) -> dict[str, Look]:
 
 
 def applied() -> AbstractContextManager[None]:
-    """The settings above, while the figures of one folder are drawn and saved."""
+    """The registry's matplotlib settings, while the figures of one folder are drawn and saved."""
     _given.clear()
-    return mpl.rc_context(RC)
+    return mpl.rc_context(REGISTRY["rc"])
 
 
 # Panels
