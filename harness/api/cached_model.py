@@ -55,7 +55,7 @@ from harness.model.calls import replaced_forward, replaced_method
 from harness.model.generation import Settings, require_count
 from harness.model.passes import require_eager
 from harness.model.prompts import positions_of
-from harness.replay.session import ReplaySession
+from harness.replay.session import Setup
 from harness.settings.config import Placement
 from methods.base import Calibration, Method, TokenCounts
 from methods.codecs.split import CacheCodec
@@ -420,15 +420,9 @@ class CachedModel:
         final_lengths = texts.lengths
         if labels is None:  # the last row predicts one more token
             final_lengths = texts.lengths + 1
-        session = ReplaySession(
-            self.attached,
-            self._method_at([(prompt, final) for final in final_lengths.tolist()]),
-            final_lengths=final_lengths,
-            num_columns=texts.longest,
-            codec=self.codec,
-            calibration=self.calibration,
-            gpu_cache=self.gpu_cache,
-        )
+        method = self._method_at([(prompt, final) for final in final_lengths.tolist()])
+        setup = Setup(method, self.codec, self.calibration, self.gpu_cache)
+        session = setup.replay(self.attached, final_lengths, texts.longest)
         dense = session.prefill(texts.tokens[:, :prompt], texts.within[:, :prompt])
         decoded = session.decode(texts.tokens[:, prompt:], texts.within[:, prompt:])
         session.reads.check_fired()
@@ -463,15 +457,13 @@ class CachedModel:
     def open_session(self, real: Tensor, max_new_tokens: int) -> LiveSession:
         """The session of a batch; real: bool [batch, prompt], False for padding."""
         prompts = real.sum(-1).tolist()
-        return LiveSession(
+        method = self._method_at([(prompt, prompt + max_new_tokens) for prompt in prompts])
+        setup = Setup(method, self.codec, self.calibration, self.gpu_cache)
+        return setup.live(
             self.attached,
-            self._method_at([(prompt, prompt + max_new_tokens) for prompt in prompts]),
-            max_new_tokens=max_new_tokens,
-            codec=self.codec,
+            max_new_tokens,
             placement=self.placement,
             link=self.link,
-            calibration=self.calibration,
-            gpu_cache=self.gpu_cache,
             pinned=self.pinned,
         )
 
