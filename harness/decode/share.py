@@ -87,22 +87,24 @@ class TokenBatch:
 
 
 class RowCount:
-    """Rows, and their payload bytes, summed without a sync. device: where a sum is that the device
-    has made."""
+    """Rows, and their payload bytes, summed without a sync.
+
+    device: where sums of numbers that lie on devices are.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._num_rows: dict[int, int | Tensor] = {}
         """By the bytes of a row."""
-        self._counts: dict[int, list[Tensor]] = {}
+        self._counts: dict[tuple[int, torch.device], list[Tensor]] = {}
 
     def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
         """num_rows: under CUDA numbers on the device, to be added up."""
         if isinstance(num_rows, int):
             self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + num_rows
             return
-        counts = self._counts.setdefault(row_bytes, [])
-        counts.append(num_rows.to(self.device))
+        counts = self._counts.setdefault((row_bytes, num_rows.device), [])
+        counts.append(num_rows)
         if len(counts) == COUNTS_AT_ONCE:
             self._sum()
 
@@ -119,9 +121,9 @@ class RowCount:
         return sum(num_rows * row_bytes for row_bytes, num_rows in self._num_rows.items())
 
     def _sum(self) -> None:
-        for row_bytes, counts in self._counts.items():
-            flat = torch.cat([count.flatten() for count in counts])
-            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + flat.sum()
+        for (row_bytes, _), counts in self._counts.items():
+            total = torch.cat([count.flatten() for count in counts]).sum().to(self.device)
+            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + total
         self._counts.clear()
 
 
