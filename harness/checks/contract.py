@@ -21,7 +21,6 @@ from torch import Tensor
 from harness.checks.two_ways import (
     GPU_CACHE,
     LINK_BYTES_PER_S,
-    NUM_CALIBRATION_TOKENS,
     ROWS_PER_BLOCK,
     STEPS,
     TOLERANCE,
@@ -32,22 +31,20 @@ from harness.checks.two_ways import (
     open_live,
     open_replay,
     result_of,
-    token_batch,
+    setup_of,
 )
 from harness.decode.links import open_link
 from harness.errors import UserError, line_in, reason
 from harness.model.attach import attach
 from harness.model.budgets import code_widths, codec_of_cache, expected_budget
-from harness.model.calibration import calibrate
 from harness.model.policies import new_states, policies_of
 from harness.model.tiny import tiny_ids, tiny_model
-from harness.replay.setup import CheckedCodec, Setup, codec_of
+from harness.replay.setup import CheckedCodec, codec_of
 from harness.settings.config import RunConfig
 from methods.base import Lengths, Method, TokenCounts
 from methods.codecs.base import FLOAT_DTYPES, RowCodec
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import CacheCodec, every_codec
-from methods.extras import to_calibrate, tokenized, why_replay_only
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"num_key_value_heads": 2}),
@@ -238,7 +235,7 @@ def padded_is_alone(trial: Trial) -> str:
     words = _same_as_alone(trial.replayed, alone, trial, "in replay")
     in_turns = trial.replay_in_turns()
     _same_as_alone(in_turns, alone, trial, "in replay with padding behind the decode rows")
-    if why_replay_only(trial.setup.method) is None:
+    if trial.setup.method.replay_only is None:
         _same_as_alone(trial.on_device, [own.on_device for own in trials], trial, "live")
     return words
 
@@ -380,16 +377,11 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
 def _trials(
     method: Method, codec: CacheCodec | None, device: torch.device
 ) -> Iterator[tuple[str, Trial]]:
-    rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, tokenized(method, tiny_ids)
+    rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
     for family, (model_type, shape) in MODELS.items():
         model: Any = tiny_model(model_type, **shape)
         with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:
-            measured = None
-            to_measure = to_calibrate(method)
-            if to_measure is not None:  # with random weights, random tokens are as good as a text
-                tokens, _ = token_batch((NUM_CALIBRATION_TOKENS,), steps=0, seed=1)
-                measured = calibrate(attached, to_measure, tokens[0].tolist())
-            setup = Setup(method, codec, measured)
+            setup = setup_of(attached, method, codec)
             for padding, prompts in PROMPTS.items():
                 yield f"{family} {padding}", Trial(attached, link, setup, prompts)
 

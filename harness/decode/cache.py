@@ -23,7 +23,7 @@ from harness.decode.links import Ticket
 from harness.decode.share import DeviceShare
 from harness.decode.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
 from harness.model.dense_prompts import LayerPrompt
-from harness.model.policies import Policy, SelectErrors, check_selection, take_prompt
+from harness.model.policies import Policy, check_selection, take_prompt
 from methods.base import (
     EMPTY,
     Method,
@@ -34,7 +34,6 @@ from methods.base import (
 )
 from methods.codecs.base import FLOAT_DTYPES
 from methods.evicting import EvictingState
-from methods.extras import HandsOn, WeighsRest
 from methods.prompt_evicting import PromptEvictingState
 
 
@@ -187,7 +186,7 @@ class LayerCache:
         self.is_predicted = self.names_rows and policy.is_predicted
         self.appends_last = state is not None and state.selects_without_own
         sees_scores = state is not None and not self.names_rows
-        weighs_rest = state is not None and isinstance(method, WeighsRest)
+        weighs_rest = state is not None and method.weighs_rest
         hides_scores = policy.softmax.is_plain and not sees_scores
         codec, rows = store.codec, store.format
         stored = {FLOAT_DTYPES.get(codec.keys.name), FLOAT_DTYPES.get(codec.values.name)}
@@ -378,16 +377,15 @@ class LayerCache:
 def take_over(state: State, earlier: State | None) -> None:
     """Hand on to a state what later layers need of that of the layer before, if it lies on another
     device."""
-    if isinstance(state, HandsOn) and earlier is not None and earlier is not state:
+    if earlier is not None and earlier is not state:
         state.take_over(earlier)
 
 
 def select(state: State, number: int, rows: QueryRows) -> Selection:
     """A method's selection in a layer, checked. Raises UserError for what is wrong in a user's own
     method."""
-    with SelectErrors(state):
-        selection = state.select(number, rows)
-        check_selection(selection, state, rows)
+    selection = state.select(number, rows)
+    check_selection(selection, state, rows)
     return selection
 
 

@@ -33,7 +33,6 @@ from methods.base import Calibration, Geometry, Method
 from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, codec_at, mean_bits
-from methods.extras import KeysOnDevice
 
 CPU = torch.device("cpu")
 
@@ -251,7 +250,7 @@ class Plan:
         num_bytes = 0
         if rooms is not None and policy.names_rows:
             num_bytes += GpuCache.bytes_of(rooms, store.num_kv_heads)
-        if policy.kind == "method" and isinstance(method, KeysOnDevice):
+        if policy.kind == "method" and method.keeps_keys:
             most = max(method.tokens_resident(row, policy.number) for row in lengths.rows(0))
             num_bytes += ValuesCache.bytes_of(store, most, lengths.max_new_tokens)
         return num_bytes

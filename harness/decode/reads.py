@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.model.budgets import code_widths, share_beside, share_of_cache
+from harness.model.budgets import code_widths, share_of_cache
 from harness.model.policies import evicts
 from methods.base import Geometry, Method
 from methods.codecs.split import CacheCodec
@@ -98,7 +98,7 @@ class RowReads:
     @property
     def index_share(self) -> Tensor:
         """Tokens of an index / the full cache."""
-        return share_beside(self.whole, self.index_read, self.geometry.num_layers)
+        return share_of_cache(self.whole, self.index_read, 0, self.geometry.num_layers)
 
     @property
     def evicted(self) -> Tensor:

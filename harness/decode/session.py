@@ -45,7 +45,6 @@ from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method, State
 from methods.codecs.split import CacheCodec, SplitCodec
-from methods.extras import KeysOnDevice, KeysOnDeviceState, NeedsInputs, RereadsPrompt
 
 
 class LiveSession:
@@ -142,7 +141,7 @@ class LiveSession:
         so that prompts end in one column. Returns logits [batch, vocab] for the first new token.
         """
         self.clock.begin_prompt()
-        needed = held_bytes if isinstance(self.method, RereadsPrompt) else prompt_bytes
+        needed = held_bytes if self.method.rereads_prompt else prompt_bytes
         self._open(real, ids.numel(), needed(self.attached, ids.numel()))
         hidden = run_prompts(
             self.attached, self.method, self.states, ids, real, self._keep_prompt, self.model_cache
@@ -157,11 +156,11 @@ class LiveSession:
 
         A method that needs the layers' inputs runs it anew: a prefilled prompt has not kept them.
         """
-        if isinstance(self.method, NeedsInputs):
+        if self.method.needs_inputs:
             return self.prefill(prompt.ids, prompt.real)
         self.clock.begin_prompt()
         pass_tokens = workspace_tokens(prompt.real)
-        if isinstance(self.method, RereadsPrompt):
+        if self.method.rereads_prompt:
             passes = planned(self.attached, self.method, prompt.ids, prompt.real)
             longest = max((reread.ids.numel() for reread in passes), default=0)
             self._open(prompt.real, pass_tokens, prompt_bytes(self.attached, longest))
@@ -532,7 +531,7 @@ class LiveSession:
         method, codec = self.method, store.codec
         if isinstance(codec, SplitCodec) and codec.residual:
             return ResidualCache(policy, share, store, codec, method, fetcher)
-        if isinstance(state, KeysOnDeviceState) and isinstance(method, KeysOnDevice):
+        if state is not None and method.keeps_keys:
             return ValuesCache(policy, share, store, state, method, fetcher)
         return LayerCache(policy, share, store, state, method, fetcher)
 
