@@ -292,11 +292,9 @@ def _options(config: RunConfig, row: pd.Series, most_questions: int) -> Iterator
         words += [f"codec={row['codec']}", f"group_size={group_size()}"]
     dense = (row["dense_numbers"] or "0").split(" or ")[-1]
     words.append(f"method.dense_layers={dense}")
-    made = load(["experiment=capacity", "platform=h100-pcie5", "gpu_cache=0", *words])
-    made = replace(made, model=config.model, platform=config.platform, latency=config.latency)
-    given = config.capacity.hit_frac
+    made = modelled(config, ["gpu_cache=0", *words])
+    given = config.advise.hit_frac
     hit_frac = HIT_FRAC if given is None else given
-    made = replace(made, capacity=replace(config.capacity, hit_frac=None, max_batch=sys.maxsize))
     step = modelled_step(made, weight_bits=config.advise.weight_bits)
     for place, settings in PLACES.items():
         has_cache = settings["gpu_cache"] > 0
@@ -309,6 +307,15 @@ def _options(config: RunConfig, row: pd.Series, most_questions: int) -> Iterator
         here = replace(step, capacity=capacity, hit_frac=hit_frac if has_cache else 0.0)
         placed = [*words, *(f"{name}={value}" for name, value in settings.items())]
         yield Option(row, place, placed, config, here, most_questions)
+
+
+def modelled(asked: RunConfig, words: Sequence[str]) -> RunConfig:
+    """A run with these settings, of as many users as fit, on the machine and model that are asked
+    about. Raises UserError for a method that the arithmetic does not size."""
+    run = load(["experiment=latency", "batch_size=largest", "platform.device_gib=1", *words])
+    endless = replace(asked.capacity, max_batch=sys.maxsize)
+    parts = {name: getattr(asked, name) for name in ("model", "platform", "latency", "advise")}
+    return replace(run, **parts, capacity=endless)
 
 
 @cache
@@ -627,7 +634,7 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
     """Where each number comes from, and what was not measured."""
     from harness.paper.costmodel.capacity import LAUNCH_S
 
-    given = config.capacity.hit_frac
+    given = config.advise.hit_frac
     least, most = options[0].ttft_s
     platform = options[0].step.platform
     fields = {

@@ -30,8 +30,8 @@ from harness.model.resources import Resources
 from harness.results import archive
 from harness.run import runner, status
 from harness.run.all_runs import run_all
-from harness.run.answers import answer
 from harness.run.compose import compose, load
+from harness.run.kinds import measurement_of
 from harness.run.parse import require_bool
 from harness.run.sweep import is_sweep, read_plan
 from harness.settings.kinds import find
@@ -109,7 +109,7 @@ class Jobs:
         runner.require_devices([config])
         if not find(config.kind).keeps_record:
             with runner.users_faults(config):
-                answer(config, self.resources)
+                measurement_of(config.kind).run(config, self.resources)
             return
         run = runner.Run.of(config)
         is_new = not run.is_finished()

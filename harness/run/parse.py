@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.errors import UserError, nearest
-from harness.run.kinds import measurement_of
 from harness.settings import own_method, rules, systems
 from harness.settings.codecs import CODEC_WORDS, codec_names, codec_words
 from harness.settings.config import (
@@ -68,7 +67,7 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
         if name not in AT_TOP and not isinstance(settings[name], Mapping):
             value = settings[name]
             raise UserError(f"{name}={value}: must be a group of settings")
-    settings |= _grouped(settings, times_steps=kind.table in ("latency", "capacity"))
+    settings |= _grouped(settings, composed["kind"])
     settings["platform"] = _platform(settings["platform"])
     settings["model"] = _model(settings["model"], settings["platform"], given)
     if settings["model"]["weights"] == "random":  # whose texts are random token ids
@@ -99,7 +98,6 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
     checked = build(RunConfig, settings)
     config = replace(checked, method=chosen.method, own_codec=codec.made)
     rules.check(config, given)
-    measurement_of(config.kind).check(config)
     made_label = _label(config, chosen)
     if kind.live:
         systems.check_label(config.label, made_label)
@@ -118,17 +116,20 @@ def chosen_model(composed: Mapping[str, Any], given: Collection[str]) -> ModelCo
     return build(ModelConfig, _with_source(composed["model"], given), "model")
 
 
-def _grouped(settings: dict[str, Any], *, times_steps: bool) -> dict[str, Any]:
+def _grouped(settings: dict[str, Any], kind: str) -> dict[str, Any]:
     """The settings of `AT_TOP` in their groups, taken out of `settings`.
 
-    `repeats` is of the timed steps of a run, or answers to each question. times_steps: the first
-    is meant.
+    `repeats` is of the timed steps of a run, or answers to each question.
     """
-    repeats = settings.pop("repeats")
+    repeats, times_steps = settings.pop("repeats"), kind == "latency"
+    largest = times_steps and settings["batch_size"] == "largest"
+    if largest:
+        settings["batch_size"] = 1  # where the search begins
     groups = {}
     for group in AT_TOP:
         names = [field.name for field in fields(GROUPS[group]) if field.name in settings]
         groups[group] = {name: settings.pop(name) for name in names}
+    groups["latency"]["largest"] = largest
     if repeats is not None:
         groups["latency" if times_steps else "sampling"]["repeats"] = repeats
     metadata = groups["task"]["metadata"]

@@ -58,6 +58,7 @@ class Run:
     def of(cls, config: RunConfig, resources: Resources | None = None) -> Run:
         """Digest all that the run of `config` reads. Raises UserError where something is
         missing."""
+        measurement_of(config.kind).check(config)
         digests = digests_of(config)
         in_memory = None if resources is None else resources.digest_in_memory()
         if in_memory is not None:
@@ -196,14 +197,16 @@ def report(paths: Sequence[Path]) -> str:
 
 def tables_of(paths: Sequence[Path]) -> list[str]:
     """Where the tables of these records lie, a line for each results folder."""
-    names: dict[Path, list[str]] = {}
-    for experiment in dict.fromkeys(path.parent.parent for path in paths):
-        results = experiment.parent.parent
-        if (results / "tables" / f"{experiment.name}.csv").exists():
-            names.setdefault(results, []).append(experiment.name)
+    names: dict[Path, dict[str, None]] = {}
+    for path in paths:
+        experiment, results = path.parts[-3], path.parents[3]
+        is_capacity = records.read_record(path)["table"] == "capacity"
+        name = "capacity" if is_capacity else experiment
+        if (results / "tables" / f"{name}.csv").exists():
+            names.setdefault(results, {})[name] = None
     lines = []
-    for results, experiments in names.items():
-        files = ", ".join(f"{name}.csv and {name}.md" for name in experiments)
+    for results, tables in names.items():
+        files = ", ".join(f"{name}.csv and {name}.md" for name in tables)
         lines.append(f"results are in {results / 'tables'}: {files}")
     return lines
 
@@ -309,7 +312,7 @@ def _unfinished(todo: Run) -> dict[str, Any]:
         "settings_id": records.settings_of(todo.path.parent.name),
         "experiment": config.experiment,
         "kind": config.kind,
-        "table": find(config.kind).table,
+        "table": "capacity" if config.latency.largest else find(config.kind).table,
         "status": "interrupted",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": records.plain(config),

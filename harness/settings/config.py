@@ -162,7 +162,8 @@ class PlatformConfig:
 class LatencyConfig:
     """The shape of a timed run, and how often it is timed. These settings stand at the top.
 
-    Each of `batch_size` sequences has a prompt of `prompt_len` tokens and `gen_len` new ones. Of
+    Each of `batch_size` sequences has a prompt of `prompt_len` tokens and `gen_len` new ones;
+    largest: for `batch_size=largest`, the batch is the largest that a device's memory holds. Of
     the gen_len - 1 decode steps, the first `warmup_steps` are not timed; then `timed_steps` are.
     None: all others. The run is repeated `repeats` times, each time from the prompt on with a cache
     of its own. Once decoding has taken `time_limit_s` seconds in all repeats together, no further
@@ -170,6 +171,7 @@ class LatencyConfig:
     """
 
     batch_size: Count = 4
+    largest: bool = False
     prompt_len: Count = 1024
     gen_len: Annotated[int, Field(ge=2, le=MOST)] = 32
     warmup_steps: Natural = 2
@@ -191,17 +193,15 @@ class LatencyConfig:
 
 @dataclass(frozen=True)
 class CapacityConfig:
-    """The bounds of `kind=capacity`, and what the cost model cannot know.
+    """The bounds of `batch_size=largest`. `kind=advise` has those of the host, too.
 
     max_batch: the search ends there. host_gib: host memory for the cache, in GiB; None: any. curve:
-    batches below the largest are timed too, in powers of two. hit_frac: with gpu_cache on a
-    modelled machine, the share of the selected rows that are on the device already.
+    batches below the largest are timed too, in powers of two.
     """
 
     max_batch: Count = 1024
     host_gib: Positive | None = None
     curve: bool = True
-    hit_frac: Annotated[float, Field(ge=0, lt=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -210,13 +210,15 @@ class AdviseConfig:
 
     weight_bits: of a stored weight. tokens_per_s: least speed of each user; None: any. ttft_s: most
     seconds of a prompt; None: any. answers_lost: most of the full cache's right answers that a
-    method may lose, a share.
+    method may lose, a share. hit_frac: with a GPU cache, the share of the selected rows that are on
+    the device already; None: what was measured.
     """
 
     weight_bits: Annotated[float, Field(ge=2, le=16)] = 16
     tokens_per_s: Positive | None = None
     ttft_s: Positive | None = None
     answers_lost: Annotated[float, Field(ge=0, le=1)] = 0.02
+    hit_frac: Annotated[float, Field(ge=0, lt=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -300,7 +302,7 @@ class RunConfig:
     budget_rule: Literal["exact", "nearest"] = "exact"
     num_samples: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     num_fewshot: Natural | None = None
-    prefill: Literal["auto", "dense", "question", "artifact"] = "auto"
+    prefill: Literal["auto", "dense", "question", "artifact", "both"] = "auto"
     task: TaskConfig = TaskConfig()
     seed: Natural = 0
     seq_len: Annotated[int, Field(ge=2, le=MOST)] = 1024
@@ -313,6 +315,7 @@ class RunConfig:
     advise: AdviseConfig = AdviseConfig()
     sampling: SamplingConfig = SamplingConfig()
     analysis: AnalysisConfig = AnalysisConfig()
+    thorough: bool = False
     prompt: Text | None = None
     max_new_tokens: Count | None = None
     results_dir: PathText = RESULTS

@@ -45,8 +45,8 @@ def few_of(rows: pd.DataFrame) -> pd.DataFrame:
 def test_a_step_takes_what_its_bytes_and_its_host_take():
     """Written out for the full cache of one user on the device."""
     shape = load_shape("llama3.1-8b")
-    words = ["experiment=capacity", "platform=h100-pcie5", "model=llama3.1-8b", "prompt_len=8064", "gen_len=128"]
-    config = load([*words, "method=full", "placement=device"])
+    asked = load(["experiment=advise", "platform=h100-pcie5", "prompt_len=8064"])
+    config = advise.modelled(asked, ["method=full", "placement=device"])
     for bits in (16, 4):
         step = modelled_step(config, weight_bits=bits)
         head = shape.vocab_size * shape.hidden_size
@@ -281,7 +281,7 @@ def test_every_option_of_the_board_has_its_launches():
 
 
 def test_a_users_settings_reach_every_option(few):
-    options, _ = advise.options_of(question("platform=h100-pcie5", "capacity.host_gib=1", "capacity.hit_frac=0.5"))
+    options, _ = advise.options_of(question("platform=h100-pcie5", "capacity.host_gib=1", "advise.hit_frac=0.5"))
     for option in options:
         assert option.step.hit_frac == (0.5 if option.place == "host, GPU cache" else 0)
         if option.place == "host":
