@@ -22,7 +22,6 @@ MAX_LISTED = 16
 MAX_WORD, MAX_MESSAGE = 400, 2000
 """Letters of a word and of a whole message that are shown; a path of 400 letters is still whole."""
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
-A_BUG = " (a bug)"
 BUG, USERS, UNFINISHED = 1, 2, 75
 """Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to
 try again."""
@@ -69,15 +68,8 @@ def describe(error: BaseException) -> str:
 
 def to_record(error: Exception) -> str:
     """An error as the record of a failed run has it: with its type, and whether it is a bug."""
-    mark = "" if is_users(error) else A_BUG
+    mark = "" if is_users(error) else " (a bug)"
     return f"{type(error).__name__}: {message(error)}{mark}"
-
-
-def from_record(where: str, text: str) -> Exception:
-    """The error that `to_record` wrote, to be raised again behind the words `where`."""
-    if text.endswith(A_BUG):
-        return BugError(f"{where}{text}")
-    return UserError(f"{where}{text}")
 
 
 def message(error: BaseException) -> str:

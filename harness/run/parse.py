@@ -37,7 +37,7 @@ OF_ROWS = (*OF_THE_CODEC, "group_size", "residual", "gpu_cache")
 """Settings of how rows are stored, which a method's file may have."""
 OF_THE_FILE = ("_target_", "title", *OF_ROWS)
 """Keys of a method's file that are no fields of its class."""
-NO_SETTINGS = ("sweep", "status", "export", "codec_settings", "budget", "method")
+NO_SETTINGS = ("sweep", "export", "codec_settings", "budget", "method")
 """What stands in `conf/config.yaml` and is no plain setting of `RunConfig`."""
 
 
@@ -56,7 +56,6 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
     export = composed.get("export")
     if export is not None:
         raise UserError(f"export={export}: runs nothing, so it is no setting of a run")
-    require_bool("status", composed.get("status", False))
     if "kind" not in composed:
         made_of = "its runs are of other experiments; it is none by itself"
         name = given["experiment"] if isinstance(given, Mapping) else "null"
@@ -102,13 +101,6 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
     if kind.live:
         systems.check_label(config.label, made_label)
     return config if config.label else replace(config, label=made_label)
-
-
-def require_bool(name: str, given: object) -> bool:
-    """True or false. Raises UserError for anything else."""
-    if not isinstance(given, bool):
-        raise UserError(f"{name}={given}: must be true or false")
-    return given
 
 
 def chosen_model(composed: Mapping[str, Any], given: Collection[str]) -> ModelConfig:

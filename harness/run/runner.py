@@ -22,10 +22,8 @@ from typing import Any
 
 from harness.errors import (
     UserError,
-    from_record,
     line_in,
     message,
-    one_line,
     printable,
     reason,
     to_record,
@@ -115,43 +113,35 @@ def run(
     todo: Run,
     resources: Resources,
     *,
-    since: float | None = None,
+    waits: bool = True,
     say: Callable[[str], object] = print,
 ) -> Path:
     """Do one run, unless its record is finished. One process at a time does. Returns the record's
     path.
 
-    since: of a run of a sweep, when that began, in seconds since the epoch. Then a run in another
-    process is not waited for, a failure there since then is a failure here, and nothing is
-    printed. say: prints a line.
+    waits: for another process that does this run; a run of a sweep does not, and prints nothing.
+    say: prints a line.
 
     Raises:
         UserError: wrong input, an unwritable results folder, too little memory (which setting to
             lower), or a fault of the user's model, data or method. The record then says `failed`,
             as for any other exception; after Ctrl-C it says `interrupted`.
-        BugError: a bug of ours ended it in another process.
         HeldError: another process does this run.
     """
-    if since is not None:
+    if not waits:
         say = str  # says nothing
     if todo.is_finished():  # asked before there is a lock, whose import takes a tenth of a second
         return _skip(todo, say)
-    if since is None and is_held(todo.path):
+    if waits and is_held(todo.path):
         say(f"{todo.title}: another process is at it; waiting")
-    with holding(todo.path.parent, wait=since is None) as has_locks:
+    with holding(todo.path.parent, wait=waits) as has_locks:
         if not has_locks:
             _warn(todo.path.parents[3])
         if todo.is_finished():  # by another process meanwhile
             return _skip(todo, say)
-        record = todo.found()
-        if since is None:
-            why = todo.why_again()
-            if why:
-                say(why)
-        elif record is not None and record["status"] == "failed":
-            ended = todo.path.stat().st_mtime
-            if ended > since:
-                raise from_record("failed in another process: ", record["error"])
+        why = todo.why_again()
+        if why:
+            say(why)
         _record(todo, resources)
     return todo.path
 
@@ -361,14 +351,6 @@ def users_faults(config: RunConfig) -> Iterator[None]:
             refusal = f"out of memory: lower {' or '.join(hints)}, or choose a smaller model"
         elif isinstance(error, ValueError) and text.startswith("method."):
             refusal = text  # `methods` knows no UserError
-        elif isinstance(error, OverflowError):
-            beyond = f"its numbers are beyond a float's range ({one_line(error)})"
-            refusal = f"model={config.model.name}: {beyond}"
-        elif kind == "PanicException":  # of Rust code, of which the tokenizers are made
-            refusal = f"model={config.model.name}: its tokenizer fails ({one_line(error)})"
-        elif kind == "SafetensorError":
-            unread = f"a file of tensors cannot be read or written ({one_line(error)})"
-            refusal = f"{unread}; is the disk full?"
         else:
             refusal = _of_own_code(config, error, reason(error))
         if refusal is None:
