@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
-from harness.errors import UserError, line_in, line_of, message, reason
+from harness.errors import UserError, line_in, line_of, reason
 from harness.model.attached import Attached
 from harness.model.dense_prompts import LayerPrompt
 from methods.attention import Softmax
@@ -198,7 +198,7 @@ class SelectErrors:
         if error is None or isinstance(error, HARMLESS):
             return
         classes = own_classes(self.state)
-        if not classes or "DefaultCPUAllocator" in message(error):  # out of memory on a CPU
+        if not classes or "DefaultCPUAllocator" in str(error):  # out of memory on a CPU
             return
         files = {str(sys.modules[cls.__module__].__file__) for cls in classes}
         where = line_in(error, files) or next(iter(files))

@@ -23,7 +23,6 @@ from typing import Any
 from harness.errors import (
     UserError,
     line_in,
-    message,
     printable,
     reason,
     to_record,
@@ -340,7 +339,7 @@ def users_faults(config: RunConfig) -> Iterator[None]:
             raise UserError(own) from error
         raise
     except BaseException as error:
-        text, kind = message(error), type(error).__name__
+        text, kind = str(error), type(error).__name__
         # "OutOfMemoryError" is CUDA's, "DefaultCPUAllocator" the CPU's.
         of_torch = kind == "OutOfMemoryError" or "DefaultCPUAllocator" in text
         refusal: str | None

@@ -15,9 +15,6 @@ import torch
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState
 
 class Base(BaseException): pass
-class Mute(Exception):
-    def __str__(self): raise RuntimeError("no message")
-
 """
 METHOD = """
 class State(PromptEvictingState):
@@ -33,7 +30,6 @@ class Mine(PromptEvicting):
 THROWN = {
     "Base('x')": "Base: x",
     "GeneratorExit": "GeneratorExit",
-    "Mute": "Mute: its message cannot be read, RuntimeError",
     "KeyError('a')": "KeyError: 'a'",
 }
 SHORT = ["seq_len=300", "prefill_len=150", "num_windows=1", "platform.link_gbps=1", "budget=0.7"]
