@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, nearest
 from harness.settings import own_method, rules, systems
@@ -72,13 +72,13 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
     if settings["model"]["weights"] == "random":  # whose texts are random token ids
         for name in ("corpus", "calibration"):
             settings[name] = {**settings[name], "name": "random"}
-    chosen = _method(composed["method"])
-    rows = _rows(settings, chosen)
-    codec = _own_codec(rows.get("codec"), composed.get("codec_settings") or {})
+    method_name, method, file = _method(composed["method"])
+    rows = _rows(settings, method_name, file)
+    codec, own_codec = _own_codec(rows.get("codec"), composed.get("codec_settings") or {})
     settings = {name: value for name, value in settings.items() if name not in OF_ROWS} | rows
-    if codec.made is not None:
-        settings["codec"] = codec.name
-    settings |= _budget(composed.get("budget"), chosen.method, codec.name)
+    if own_codec is not None:
+        settings["codec"] = codec
+    settings |= _budget(composed.get("budget"), method, codec)
     if settings["tasks"] is None:
         is_offline = settings["data"].get("name") == "offline"
         settings["tasks"] = GENERATED_TASKS if is_offline else PAPER_TASKS
@@ -90,14 +90,14 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
     settings |= {
         "label": "" if label is None else label,
         "label_given": bool(label),
-        "method_name": chosen.name,
+        "method_name": method_name,
         "method": None,
         "own_codec": None,
     }
     checked = build(RunConfig, settings)
-    config = replace(checked, method=chosen.method, own_codec=codec.made)
+    config = replace(checked, method=method, own_codec=own_codec)
     rules.check(config, given)
-    made_label = _label(config, chosen)
+    made_label = _label(config, file)
     if kind.live:
         systems.check_label(config.label, made_label)
     return config if config.label else replace(config, label=made_label)
@@ -182,60 +182,46 @@ def _with_source(node: Mapping[str, Any], given: Collection[str]) -> dict[str, A
     return model
 
 
-class ChosenMethod(NamedTuple):
-    """file: what its file in `conf/method` says; of a user's own method, its title if any."""
-
-    name: str
-    method: Method
-    file: dict[str, Any]
-
-
-def _method(node: Any) -> ChosenMethod:
-    """Make the method that `method.name` names, of the other settings of the group."""
+def _method(node: Any) -> tuple[str, Method, dict[str, Any]]:
+    """The name and the method that `method.name` names, made of the other settings of the group,
+    and what its file in `conf/method` says; of a user's own method, its title if any."""
     if not isinstance(node, Mapping):
         raise UserError(f"method={node}: {nearest(node, options('method'))}")
     given = {name: value for name, value in node.items() if name != "name"}
     cls, name, file = own_method.chosen(str(node.get("name")))
     changes = {key: value for key, value in file.items() if key not in ("name", *OF_THE_FILE)}
-    return ChosenMethod(name, build(cls, changes | given, "method"), file)
+    return name, build(cls, changes | given, "method"), file
 
 
-def _rows(settings: Mapping[str, Any], chosen: ChosenMethod) -> dict[str, Any]:
+def _rows(settings: Mapping[str, Any], method: str, file: Mapping[str, Any]) -> dict[str, Any]:
     """How rows are stored: as given, else as the method's file says. What neither says has the
     default of `RunConfig`."""
     found: dict[str, Any] = {}
     on_host = settings["placement"] == "host"
     for key in OF_ROWS:
         value = settings[key]
-        in_file = key in chosen.file
-        if key in OF_THE_CODEC and in_file and value not in (None, chosen.file[key]):
-            contradicts = f"contradicts method={chosen.name}: leave it out, or method=full"
+        in_file = key in file
+        if key in OF_THE_CODEC and in_file and value not in (None, file[key]):
+            contradicts = f"contradicts method={method}: leave it out, or method=full"
             raise UserError(f"{key}={value} {contradicts}")
         if value is not None:
             found[key] = value
         elif in_file and (on_host or key != "gpu_cache"):
-            found[key] = chosen.file[key]
+            found[key] = file[key]
     return found
 
 
-class ChosenCodec(NamedTuple):
-    """name: in tables. made: a codec of the user's own; None for a shipped one, or none."""
-
-    name: Any
-    made: Any = None
-
-
-def _own_codec(codec: Any, given: Mapping[str, Any]) -> ChosenCodec:
-    """The codec that `codec` names, if it is one of the user's own, of its settings."""
+def _own_codec(codec: Any, given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The name of a codec in tables, and one of the user's own itself, made of its settings."""
     if not isinstance(codec, str) or not own_method.is_own(codec):
         if given:
             has_none = f"are those of a codec of your own; codec={codec} has none"
             raise UserError(f"codec_settings={given}: {has_none}")
-        return ChosenCodec(codec)
+        return codec, None
     cls, name = own_method.chosen_codec(codec)
     if name in codec_names():
         raise UserError(f"codec={codec}: {name} is a codec of this project; rename the file")
-    return ChosenCodec(name, build(cls, given, "codec_settings"))
+    return name, build(cls, given, "codec_settings")
 
 
 def _budget(given: Any, method: Method, codec: Any) -> dict[str, Any]:
@@ -281,13 +267,14 @@ def _has_budget(method: Method) -> bool:
     return True
 
 
-def _label(config: RunConfig, chosen: ChosenMethod) -> str:
-    """The name of a run that the user gave none: its system, or its method and codec."""
-    file, codec_of_file = chosen.file, None
+def _label(config: RunConfig, file: Mapping[str, Any]) -> str:
+    """The name of a run that the user gave none: its system, or its method and codec. file: of the
+    method."""
+    codec_of_file = None
     if "codec" in file:
         codec_of_file = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file})
     if find(config.kind).live:
-        behind_preset = str(file["_target_"]).split(".")[1] if codec_of_file else chosen.name
+        behind_preset = str(file["_target_"]).split(".")[1] if codec_of_file else config.method_name
         return systems.name_of(behind_preset, config, is_own="_target_" not in file)
     title = file.get("title") or config.method.title
     if not isinstance(title, str) or not title.isprintable():

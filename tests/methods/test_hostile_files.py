@@ -110,7 +110,6 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
         ("when = []", "Mine.when=[]: allowed: kept, earlier_layer"),
         ("state = dict", "mine.py:15: returned what cannot be used: TypeError: dict expected at most 1 argument"),
         ("replay_only = 'no'", "Mine.replay_only: derive from ReplayOnly of methods/extras.py as well"),
-        ("def with_budget(self, frac): return 5", "with_budget returned 5; allowed: the method with this budget"),
         ("title = property(lambda self: 5)", "its label is 5; must be text in one line"),
     ],
 )

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from harness.errors import UserError
 from harness.results.record import flat
 from harness.run.compose import compose, load, resolved
-from harness.run.kinds import MEASUREMENTS
+from harness.run.kinds import MEASUREMENTS, measurement_of
 from harness.run.parse import OF_THE_FILE, parse
 from harness.settings.config import RunConfig
 from harness.settings.kinds import COMMON, KINDS, RENAMED, find, foreign_settings
@@ -267,7 +267,8 @@ def test_refuses_that_and_no_more(command):
         load(command.split())
         return
     with pytest.raises(UserError) as error:
-        load(command.split())
+        config = load(command.split())
+        measurement_of(config.kind).check(config)
     said = str(error.value)
     assert said.startswith(REFUSED[command]) and "\n" not in said
 
