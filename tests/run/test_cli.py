@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -112,9 +111,6 @@ REFUSED = {
     "hydra.run.dir=/tmp/x": "hydra.run.dir=/tmp/x: is no setting of a run; results go to results_dir=; allowed of",
     "-m hydra.sweep.dir=/tmp/x seed=1,2": "hydra.sweep.dir=/tmp/x: is no setting of a run",
     "method=infinigen2 method.alpha=0": "method.alpha=0.0: must be inf with group=sum_probs, or set group=best",
-    "seed=\udcff": "seed=\\udcff: is not UTF-8 text",
-    f"seed={'9' * 5000}": "seed=9",
-    f"tasks={'[' * 3000}{']' * 3000}": "tasks=[",
     "hydra/launcher=x": "hydra/launcher=x: starts the jobs of a sweep, which needs -m",
     "-m hydra/launcher=x": "",
     "method='full\n'": "method=full\\n: did you mean 'full'",
@@ -156,12 +152,6 @@ FREE = ["label=It's fine", "results_dir=Übung (2), a=b", 'label=say "hi"', "lab
 @pytest.mark.parametrize("word", FREE)
 def test_text_needs_no_quotes_but_those_of_the_shell(word):
     assert read(word) == tuple(word.split("=", 1))
-
-
-def test_what_needs_quotes_is_shown_in_them(runs, capsys):
-    said = refusal_of(main, ["prompt='"], capsys)
-    (typed,) = shlex.split(said.partition("as text: ")[2])
-    assert said.startswith("prompt=': ") and read(typed) == ("prompt", "'")
 
 
 TEXTS = [
