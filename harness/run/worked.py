@@ -98,7 +98,8 @@ def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:
     settings, and others of the question."""
     from harness.paper.costmodel.capacity import modelled_step
 
-    question, run = [word for word in asked if not word.startswith("advise")], []
+    question = [word for word in asked if not word.startswith("advise")]
+    run: list[str] = []
     for word in own:
         (run if word.startswith(OF_RUN) else question).append(word)
     question = list({word.partition("=")[0]: word for word in question}.values())
