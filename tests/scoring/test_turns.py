@@ -159,7 +159,7 @@ def test_a_task_of_lm_eval_whose_documents_share_a_context(told, loaded):
     ("changes", "of_task", "said"),
     [
         ({"task": {"question_marker": "Now:"}}, {}, "task toy_told, question 0: prefill=both finds no .* not there"),
-        ({}, ROLLING, "task toy_told: scores whole texts, which ask no question"),
+        ({}, ROLLING, "task toy_told: scores whole texts, so prefill=both"),
         ({"sampling": SamplingConfig(top_p=0.5)}, {}, "task toy_told: top_p=0.5: the most likely token is taken"),
     ],
 )
