@@ -100,18 +100,15 @@ def _of_generate(config: RunConfig) -> Rules:
 
 
 def _of_latency(config: RunConfig) -> Rules:
-    from methods.extras import NeedsInputs, RereadsPrompt  # loaded with the method
-
     if not config.latency.largest:
         return
-    platform, placed = config.platform, config.placement in ("device", "host")
+    platform, method = config.platform, config.method
+    placed = config.placement in ("device", "host")
     yield "placement", not placed, "allowed with batch_size=largest: device, host"
-    for base, why in (
-        (NeedsInputs, "needs the inputs of the layers, for which each prompt runs in one pass"),
-        (RereadsPrompt, "reads each prompt again and holds the states of all layers meanwhile"),
-    ):
-        unsized = f"{why}; batch_size=largest does not size it"
-        yield "method", isinstance(config.method, base), unsized
+    of_inputs = "needs the inputs of the layers, for which each prompt runs in one pass"
+    yield "method", method.needs_inputs, f"{of_inputs}; batch_size=largest does not size it"
+    again = "reads each prompt again and holds the states of all layers meanwhile"
+    yield "method", method.rereads_prompt, f"{again}; batch_size=largest does not size it"
     hides = "batch_size=largest is about transfers beside the computation, of pinned memory"
     yield "platform.overlap", not platform.overlap, hides
     yield "platform.pinned", not platform.pinned, hides
@@ -119,9 +116,9 @@ def _of_latency(config: RunConfig) -> Rules:
     yield "model.device", config.model.device == "map", one
     all_there = "batch_size=largest has all weights on the device; leave it out"
     yield "platform.weights_on_device", platform.weights_on_device < 1, all_there
-    endless = platform.name == "cpu" and platform.device_gib is None
+    unsized = platform.name == "cpu" and platform.device_gib is None
     of_emulated = "batch_size=largest needs the memory of the emulated device, in GiB"
-    yield "platform.device_gib", endless, of_emulated
+    yield "platform.device_gib", unsized, of_emulated
 
 
 def _of_advise(config: RunConfig) -> Rules:
