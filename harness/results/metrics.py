@@ -138,7 +138,7 @@ WAYS = {
     "known": "question known",
     "unknown_less_known": "unknown less known",
 }
-"""What stands before a metric of `kind=turns`, as in `known,acc`, in words."""
+"""What stands before a metric of `prefill=both`, as in `known,acc`, in words."""
 
 
 def quantity(metric: str) -> Metric:

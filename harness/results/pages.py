@@ -118,8 +118,8 @@ def render_terminal(frame: pd.DataFrame) -> str:
 
 # Settings
 
-SIZES = {*KINDS["perplexity"].depends_on} ^ {*KINDS["tasks"].depends_on}
-"""Settings of texts alone or of tasks alone, such as `num_windows`: no part of a method."""
+SIZES = {*KINDS["perplexity"].depends_on} ^ {*KINDS["tasks"].depends_on} | {"seed"}
+"""Settings of texts and tasks alone, such as `num_windows`: no part of a method."""
 SIZES |= {field.name for group in (TaskConfig, SamplingConfig) for field in fields(group)}
 
 

@@ -62,9 +62,9 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """Write `tables/<experiment>.csv` and `.md` anew from finished records and shipped rows.
 
     `latency` also gives the tables of the figures of speed, `perplexity` the errors of attention
-    outputs by layer; `board` gives the windows, answers and steps that the board is made of. What
-    is modelled of capacity stands in a table of its own, `<experiment>-modelled`. A table without
-    rows is removed. One process at a time writes the tables of a folder.
+    outputs by layer; `board` gives the windows, answers and steps that the board is made of. Runs
+    with batch_size=largest stand in `capacity`. A table without rows is removed. One process at a
+    time writes the tables of a folder.
 
     Returns the path of the CSV. Raises UserError for a damaged record or table of shipped rows, or
     if the folder cannot be written.
@@ -76,10 +76,8 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         kind = kind_of(experiment)
         shape = find(kind).table if kind else next((run["table"] for run in records), "accuracy")
         own = {experiment: (shape, frames[shape])}
-        if shape == "capacity":
-            is_modelled = frames[shape]["source"] == "modelled"
-            own[experiment] = shape, frames[shape][~is_modelled]
-            own[f"{experiment}-modelled"] = shape, frames[shape][is_modelled]
+        if len(frames["capacity"]):
+            own["capacity"] = "capacity", frames["capacity"]
         if experiment == "perplexity":
             own[LAYERS_TABLE] = "analysis", layers_of(records)
         if experiment == BOARD:

@@ -55,7 +55,7 @@ def edit(file, text):
     [
         ("", "results_dir=/elsewhere", True),
         ("", "label=mine", True),
-        ("", "num_samples=7 tasks=passkey seed=1 batch_size=2 platform.overlap=false", True),
+        ("", "num_samples=7 tasks=passkey batch_size=2 platform.overlap=false", True),
         ("", "model.device=cpu model.dtype=float32", True),
         ("experiment=latency", "data=hub corpus=wikitext2", True),
         ("experiment=tasks", "num_samples=7", False),
@@ -282,8 +282,11 @@ CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't alloc
     [
         (MemoryError(), "perplexity", "out of memory: lower seq_len=1024 or num_windows=4, or choose a smaller model"),
         (OutOfMemoryError("CUDA out of memory."), "tasks", "out of memory: lower num_fewshot, or choose a smaller"),
-        (RuntimeError(CPU_FULL), "long_decode", "out of memory: lower max_new_tokens=256 or prefill_len=512, or"),
-        (OverflowError("math range error"), "perplexity", "model=smollm2-135m: its numbers are beyond a float's range"),
+        (
+            RuntimeError(CPU_FULL),
+            "long_decode",
+            "out of memory: lower prefill_len=512 or max_new_tokens=256 or num_",
+        ),
         (SystemExit(3), "perplexity", r"sys.exit\(3\) was called in a run; a method or task must not end the process"),
     ],
 )
