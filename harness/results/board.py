@@ -30,14 +30,14 @@ def write(results: Path) -> Path:
 
     Raises UserError: see `read`; or the folder cannot be written.
     """
-    board = board_of(read(results), board_page.SAYS["claims"])
+    board = board_of(read(results))
     folder, page = results / "tables", results / "board.md"
     with holding(folder, wait=True):
         write_atomic(folder / f"{METHODS}.csv", csv_of(board.methods, "board"))
         write_atomic(folder / f"{PAIRS}.csv", csv_of(board.pairs, "board_pairs"))
         by_model = markdown(METHODS, note("board"), board_page.boards(board.methods))
         write_atomic(folder / f"{METHODS}.md", by_model)
-        write_atomic(page, board_page.page(board.methods, board.claims, board.left_out))
+        write_atomic(page, board_page.page(board.methods, board.left_out))
     return page
 
 
