@@ -24,8 +24,9 @@ from harness.results.samples import KEY, OF_METHODS, differences_of, samples_of
 from harness.results.table_rows import frames_of
 
 NAMES = [
-    "experiment", "platform", "source", "model", "method", "label", "settings", "task",
-    "batch_size", "prompt_len", "gen_len", "memory_bytes", "series", "layer", "x_name", "x",
+    "experiment", "platform", "source", "model", "method", "label", "settings", "task", "first",
+    "stop", "depth", "batch_size", "prompt_len", "gen_len", "memory_bytes", "series", "layer",
+    "x_name", "x",
 ]  # fmt: skip
 """Columns that say what a number was measured of."""
 KEYS = [*NAMES, "metric"]
@@ -53,7 +54,7 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
         raise UserError(f"no run is both in A={before} and in B={after}")
     scored = frame[is_both & frame["task"].ne("")]
     runs = scored[["run_id_a", "run_id_b"]].drop_duplicates()
-    frame = frame.merge(_paired(runs, of_a, of_b), how="left", on=["run_id_b", *KEY[1:]])
+    frame = frame.merge(_paired(runs, of_a, of_b), how="left", on=["run_id_b", *KEY[1:], "depth"])
     frame["before"], frame["after"] = (frame[f"value_{side}"].where(is_both) for side in "ab")
     frame["difference"] = frame["after"] - frame["before"]
     is_paired = np.isclose(frame["paired"], frame["difference"])  # the means of the same questions
@@ -103,8 +104,9 @@ def _paired(runs: pd.DataFrame, of_a: Records, of_b: Records) -> pd.DataFrame:
     other = other.drop(columns=["full", "context"]).rename(columns={"value": "full"})
     pairs = pairs.merge(other, how="left", on=["run_id_a", *KEY[1:], "question"])
     found = differences_of(pairs.rename(columns={"run_id_b": "run_id"}))
-    found = found.rename(columns={"run_id": "run_id_b", "difference": "paired"})
-    return found[["run_id_b", *KEY[1:], "paired", "difference_stderr", "num_pairs"]]
+    found = found.rename(columns={"run_id": "run_id_b", "difference": "paired"}).assign(depth="")
+    found["first"] = found["first"].astype(object).fillna("")
+    return found[["run_id_b", *KEY[1:], "depth", "paired", "difference_stderr", "num_pairs"]]
 
 
 def _data(record: Record) -> dict[str, str]:

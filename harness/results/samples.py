@@ -40,14 +40,13 @@ MAY_DIFFER = {*COMMON, *OF_METHODS, "tasks"} - {"kind", "model"}
 """Settings in which a run and its full cache may differ: the method's own, and further tasks of the
 same run."""
 
-KEY = ["run_id", "task", "metric"]
+KEY = ["run_id", "task", "first", "metric"]
 SAMPLES = [*KEY, "question", "context", "value", "full"]
 DIFFERENCE = ["difference", "difference_stderr", "p", "gained", "lost", "detectable"]
 DIFFERENCES = [*KEY, *DIFFERENCE, "mean", "num_pairs", "num_contexts"]
 """gained, lost: questions that only the run, or only the other, answers correctly; none unless
 every answer is right or wrong. mean: of the run's own values, exp of it for a perplexity.
 num_pairs: questions, windows or prompts. num_contexts: those whose errors are independent."""
-ROUND = str.maketrans("[]", "()")
 NOT_ASKED = {"windows", "prompts"}
 """Samples of a run on a text. All others are questions, by task."""
 
@@ -58,30 +57,25 @@ NOT_ASKED = {"windows", "prompts"}
 def samples_of(records: Iterable[Record]) -> pd.DataFrame:
     """A row per run, task, metric, and question, window or prompt, with the columns `SAMPLES`.
 
-    question: its number. context: samples of one context are one cluster of errors. value: of the
-    metric; of a perplexity the mean negative log-likelihood. full: of the full cache where the run
-    itself measured it, on windows.
+    first: of a range of a text's tokens; NaN for all of it. question: its number. context: samples
+    of one context are one cluster of errors. value: of the metric; of a perplexity the mean
+    negative log-likelihood. full: of the full cache where the run itself measured it, on windows.
     """
     rows: list[tuple[Any, ...]] = []
     for record in records:
         run = record["run_id"]
         for name, entries in record["metrics"].items():
-            rows += _rows(run, task_of(name), entries, _raw_samples(record, name))
+            task = run, task_of(name)
+            rows += _rows((*task, math.nan), entries, _raw_samples(record, name))
             for chunk in record["chunks"]:
-                task = chunk_of(name, chunk)
-                rows += _rows(run, task, chunk["metrics"], chunk.get("windows", ()))
+                rows += _rows((*task, chunk["first"]), chunk["metrics"], chunk.get("windows", ()))
     frame = pd.DataFrame(rows, columns=SAMPLES)
-    return frame.astype({"value": float, "full": float})
+    return frame.astype({"first": float, "value": float, "full": float})
 
 
 def task_of(name: str) -> str:
-    """A task, or the file name of a text; square brackets in it become round."""
-    return Path(name).name.translate(ROUND)
-
-
-def chunk_of(name: str, chunk: Mapping[str, Any]) -> str:
-    """A text's range of tokens, `offline[256:512]`."""
-    return f"{task_of(name)}[{chunk['first']}:{chunk['stop']}]"
+    """A task, or the file name of a text."""
+    return Path(name).name
 
 
 def _raw_samples(record: Record, name: str) -> Sequence[Sample]:
@@ -94,7 +88,7 @@ def _raw_samples(record: Record, name: str) -> Sequence[Sample]:
 
 
 def _rows(
-    run: str, task: str, metrics: Iterable[str], samples: Sequence[Sample]
+    key: tuple[Any, ...], metrics: Iterable[str], samples: Sequence[Sample]
 ) -> Iterator[tuple[Any, ...]]:
     for metric in metrics:
         field = EXPONENTIAL.get(metric, metric)
@@ -102,24 +96,24 @@ def _rows(
             if isinstance(sample.get(field), int | float):
                 place = sample.get("question", number), sample.get("context", number)
                 full = sample.get("nll_full") if metric == "perplexity" else None
-                yield run, task, metric, *place, sample[field], full
+                yield *key, metric, *place, sample[field], full
 
 
 # Differences
 
 
 def differences_of(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Differences of means: a row per run, task and metric, with the columns `DIFFERENCES`.
+    """Differences of means: a row per run, task, range and metric, with the columns `DIFFERENCES`.
 
     pairs: as `samples_of`, with the other run's value in `full`. A task without the other's answer
     to one of its questions has no row.
     """
     rows = []
-    for (run, task, metric), of_key in pairs.groupby(KEY):
+    for values, of_key in pairs.groupby(KEY, dropna=False):
         if of_key["full"].notna().all():
-            key = {"run_id": run, "task": task, "metric": metric}
-            rows.append(key | _difference(str(metric), of_key))
-    numbers = dict.fromkeys(DIFFERENCES[len(KEY) :], float)
+            key = dict(zip(KEY, values, strict=True))
+            rows.append(key | _difference(key["metric"], of_key))
+    numbers = dict.fromkeys(["first", *DIFFERENCES[len(KEY) :]], float)
     return pd.DataFrame(rows, columns=DIFFERENCES).astype(numbers)
 
 

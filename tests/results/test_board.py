@@ -510,23 +510,6 @@ def test_two_numbers_of_dense_layers_are_two_lines(tmp_path):
     assert rows.dense_numbers["Far, 2 dense layers"] == "2"
 
 
-IMPOSSIBLE = {
-    "kl_nats": (TEXTS, window_rows("big", 1, ["Far"], kl_nats=-0.5)),
-    "asked_budget": (TEXTS, window_rows("big", 1, ["Far"], asked_budget=16.0)),
-    "right <= asked": (ANSWERS, answer_rows("big", ["Far"], 1, right=999)),
-    "asked >= 1": (ANSWERS, answer_rows("big", ["Far"], 1, right=0, asked=0)),
-    "two rows are the same": (ANSWERS, answer_rows("big", ["Far"], 1, task="one")),
-}
-
-
-@pytest.mark.parametrize("said", IMPOSSIBLE)
-def test_a_number_that_cannot_be_is_refused(said, tmp_path, capsys):
-    put(tmp_path, TEXTS, window_rows("big", 4))
-    put(tmp_path, *IMPOSSIBLE[said])
-    error = refusal_of(board.main, [str(tmp_path)], capsys)
-    assert error.startswith(f"{tmp_path}/tables/board-") and said in error
-
-
 def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     def refused(said: str) -> None:
         assert re.search(said, refusal_of(board.main, [str(tmp_path)], capsys))
