@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -171,24 +171,13 @@ def step_at(step: Any, ratio: Any, dense_layers: Any) -> Any:
 # Reading them
 
 
-class Evidence(NamedTuple):
-    """Evidence of a results folder.
+def read(results: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Windows, answers and steps of a results folder, and of the folders within it.
 
     `own_budget` is the asked one, `part` a text or task, `place` that of a window or the number of
     a context. `label` says the number of dense layers where a model has a method with several;
-    `run_label` does not.
-    """
-
-    windows: pd.DataFrame
-    answers: pd.DataFrame
-    steps: pd.DataFrame
-
-
-def read(results: Path) -> Evidence:
-    """Evidence of a results folder, and of the folders within it.
-
-    Of two runs of one identity that of the earlier folder counts. Raises UserError where there are
-    no windows, for a damaged table, and for two methods with one label.
+    `run_label` does not. Of two runs of one identity that of the earlier folder counts. Raises
+    UserError where there are no windows, for a damaged table, and for two methods with one label.
     """
     folders = [results, *(results / name for name in models_beside(results))]
     windows, answers, steps = (_read(folders, name) for name in SHAPES)
@@ -210,7 +199,7 @@ def read(results: Path) -> Evidence:
     whole = rows["label"] + ", " + layers + " dense layers"
     rows = rows.assign(run_label=rows["label"], label=rows["label"].mask(has_several, whole))
     is_window = rows["kl_nats"].notna()
-    return Evidence(rows[is_window], rows[~is_window], steps)
+    return rows[is_window], rows[~is_window], steps
 
 
 def _read(folders: Sequence[Path], name: str) -> pd.DataFrame:

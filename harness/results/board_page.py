@@ -194,7 +194,7 @@ def _of_settings(rows: pd.DataFrame) -> Iterator[Sheet]:
 
 
 def page(methods: pd.DataFrame, left_out: Sequence[str]) -> str:
-    """`board.md`. left_out: as of `board_rows.Board`."""
+    """`board.md`. left_out: models over which no mean goes."""
     first = first_board(methods)
     words = f"{note('board')} {note('board_claims')}"
     if left_out:

@@ -8,12 +8,12 @@ questions by model, task and number. `harness/results/stats.py` has the statisti
 
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from harness.results.board_evidence import Evidence, step_at
+from harness.results.board_evidence import step_at
 from harness.results.metrics import BUDGET, DENSE_LAYERS, EQUAL
 from harness.results.samples import FULL
 from harness.results.sheet import show_range
@@ -35,32 +35,25 @@ MODELLED = "modelled"
 """`step_source` of a step that was timed at another budget, or over other codes."""
 
 
-class Board(NamedTuple):
-    """The board over all models, then one of each.
-
-    methods, pairs: rows of `columns.BOARD`, and of `columns.BOARD_PAIRS` for the first board.
-    left_out: models over which no mean goes.
-    """
-
-    methods: pd.DataFrame
-    pairs: pd.DataFrame
-    left_out: list[str]
-
-
-def board_of(evidence: Evidence) -> Board:
-    """The boards of evidence.
+def board_of(
+    windows: pd.DataFrame, answers: pd.DataFrame, steps: pd.DataFrame
+) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
+    """The board over all models, then one of each, from the evidence of `board_evidence.read`.
 
     A model counts in the means over all if at least half as many methods ran at a budget on it as
     on the model with the most. So a method that ran on one more model stays comparable with the
     others.
+
+    Returns rows of `columns.BOARD`, those of `columns.BOARD_PAIRS` for the first board, and the
+    models over which no mean goes.
     """
-    models = pd.concat([evidence.windows["model"], evidence.answers["model"]]).unique()
-    methods = evidence.windows.dropna(subset="own_budget").drop_duplicates(["model", *METHOD])
+    models = pd.concat([windows["model"], answers["model"]]).unique()
+    methods = windows.dropna(subset="own_budget").drop_duplicates(["model", *METHOD])
     num_methods = methods["model"].value_counts().reindex(models, fill_value=0)
     together = list(models[2 * num_methods >= num_methods.max()])
     first = ALL_MODELS if len(together) > 1 else together[0]
     boards = {first: together} | {model: [model] for model in models if model != first}
-    windows, answers, steps = (_by_board(rows, boards) for rows in evidence)
+    windows, answers, steps = (_by_board(rows, boards) for rows in (windows, answers, steps))
 
     windows = _beside_oracle(_at_budgets(windows))
     lines, shown = _lines(windows)
@@ -80,7 +73,7 @@ def board_of(evidence: Evidence) -> Board:
     lines = _sorted(lines, "is_apart", "ratio", "label")
     pairs = _sorted(pairs[pairs["over"] == first], "line", "line_of_other")
     left_out = [model for model in models if model not in together]
-    return Board(lines, pairs, left_out)
+    return lines, pairs, left_out
 
 
 def _by_board(rows: pd.DataFrame, boards: Mapping[str, list[str]]) -> pd.DataFrame:

@@ -3,13 +3,13 @@
     python -m harness.results.compare before.zip after.zip
 
 A number of A is matched with the number of B of the same `KEYS`; of several such runs the newest
-counts. If both were measured on the same questions, windows or prompts, the standard error is that
-of the paired difference, else that of two independent numbers.
+counts. If both have the same settings and data, the standard error is that of the paired difference
+on the same questions, windows or prompts, else that of two independent numbers.
 """
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,8 @@ from harness.errors import UserError, exit_code, printable
 from harness.results import columns
 from harness.results.archive import opened
 from harness.results.metrics import MISSING
-from harness.results.record import CODE, Record, current, read_all
-from harness.results.samples import KEY, OF_METHODS, differences_of, samples_of
+from harness.results.record import Record, current, read_all, settings_of
+from harness.results.samples import KEY, differences_of, samples_of
 from harness.results.table_rows import frames_of
 
 NAMES = [
@@ -34,7 +34,6 @@ VALUES = ["before", "after", "difference", "stderr", "z", "pairs"]
 """z: the difference in standard errors. pairs: questions or windows that both were measured on."""
 SHARES = ["budget", "device_frac", "resident_frac"]
 MAX_SHOWN = 40
-Records = Mapping[str, Record]
 
 
 def compare(before: Path, after: Path) -> pd.DataFrame:
@@ -52,9 +51,7 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     is_both = frame["_merge"] == "both"
     if not is_both.any():
         raise UserError(f"no run is both in A={before} and in B={after}")
-    scored = frame[is_both & frame["task"].ne("")]
-    runs = scored[["run_id_a", "run_id_b"]].drop_duplicates()
-    frame = frame.merge(_paired(runs, of_a, of_b), how="left", on=["run_id_b", *KEY[1:], "depth"])
+    frame = frame.merge(_paired(of_a, of_b), how="left", on=["run_id_b", *KEY[1:], "depth"])
     frame["before"], frame["after"] = (frame[f"value_{side}"].where(is_both) for side in "ab")
     frame["difference"] = frame["after"] - frame["before"]
     is_paired = np.isclose(frame["paired"], frame["difference"])  # the means of the same questions
@@ -68,9 +65,9 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
     return frame.loc[order, [*KEYS, "_merge", *VALUES, "moved"]]
 
 
-def _read(source: Path) -> tuple[pd.DataFrame, Records]:
+def _read(source: Path) -> tuple[pd.DataFrame, list[Record]]:
     """Every number of a folder's or an archive's finished runs: `KEYS`, value, stderr, run_id; of
-    several runs the newest. Then the records by run_id. Raises UserError where there is none."""
+    several runs the newest. Then the records. Raises UserError where there is none."""
     with opened(source) as folder:
         records = sorted(current(read_all(folder)), key=lambda record: record["started"])
     if not records:
@@ -88,31 +85,22 @@ def _read(source: Path) -> tuple[pd.DataFrame, Records]:
             numbers.append(frame[[*about, *others]].melt(about, var_name="metric"))
     found = pd.concat(numbers, ignore_index=True).dropna(subset="value")
     found[NAMES] = found[NAMES].astype(object).where(found[NAMES].notna(), "")
-    return found.drop_duplicates(KEYS, keep="last"), {run["run_id"]: run for run in records}
+    return found.drop_duplicates(KEYS, keep="last"), records
 
 
-def _paired(runs: pd.DataFrame, of_a: Records, of_b: Records) -> pd.DataFrame:
-    """The differences of B's runs to A's, by run_id_b, task and metric, where both read the same
-    data and answered the same questions, or read the same windows or prompts."""
-    is_alike = [_data(of_a[a]) == _data(of_b[b]) for a, b in runs.to_numpy()]
-    runs = runs[np.array(is_alike, dtype=bool)]
+def _paired(before: Sequence[Record], after: Sequence[Record]) -> pd.DataFrame:
+    """The differences of B's runs to A's of the same settings and data, whatever code made them."""
     own, other = (
-        samples_of(map(records.get, runs[name].unique())).rename(columns={"run_id": name})
-        for records, name in ((of_b, "run_id_b"), (of_a, "run_id_a"))
+        samples_of(record for record in records if record["table"] == "accuracy")
+        for records in (after, before)
     )
-    pairs = own.drop(columns="full").merge(runs, on="run_id_b")
-    other = other.drop(columns=["full", "context"]).rename(columns={"value": "full"})
-    pairs = pairs.merge(other, how="left", on=["run_id_a", *KEY[1:], "question"])
-    found = differences_of(pairs.rename(columns={"run_id_b": "run_id"}))
+    same = ["run", *KEY[1:], "question"]
+    own, other = (frame.assign(run=frame["run_id"].map(settings_of)) for frame in (own, other))
+    other = other[[*same, "value"]].rename(columns={"value": "full"})
+    found = differences_of(own.drop(columns="full").merge(other, how="left", on=same))
     found = found.rename(columns={"run_id": "run_id_b", "difference": "paired"}).assign(depth="")
     found["first"] = found["first"].astype(object).fillna("")
     return found[["run_id_b", *KEY[1:], "depth", "paired", "difference_stderr", "num_pairs"]]
-
-
-def _data(record: Record) -> dict[str, str]:
-    """The digests of the texts and questions of a run."""
-    names = {name for name in record["inputs"] if not name.startswith(CODE)}
-    return {name: record["inputs"][name] for name in names - {"model", *OF_METHODS}}
 
 
 def text_of(frame: pd.DataFrame) -> str:

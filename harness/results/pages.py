@@ -27,7 +27,6 @@ from harness.results.metrics import (
 from harness.results.samples import FULL
 from harness.results.sheet import (
     FEWEST_CONTEXTS,
-    MAX_ROWS,
     METHOD,
     NOTES,
     OF_WINDOWS,
@@ -446,11 +445,10 @@ def _each(values: pd.Series) -> str:
 
 def _figure_sheet(title: str, rows: pd.DataFrame) -> Sheet:
     """The table with intervals, or with marks where these are too wide."""
-    shown = _closest(rows)
-    table = _figure_table(rows, has_intervals=True).loc[shown]
+    table = _figure_table(rows, has_intervals=True)
     has_intervals = fits(table)
     if not has_intervals:
-        table = _figure_table(rows, has_intervals=False).loc[shown]
+        table = _figure_table(rows, has_intervals=False)
     is_said = {
         "shares": True,
         "answers": _unfiltered(rows).isin(RIGHT_OR_WRONG).any(),
@@ -461,21 +459,7 @@ def _figure_sheet(title: str, rows: pd.DataFrame) -> Sheet:
     fewest = rows["num_contexts"].min()
     if fewest < FEWEST_CONTEXTS:
         notes.append(f"{fewest:.0f} windows or contexts: no interval.")
-    num_lines = rows["line"].nunique()
-    if len(table) < num_lines:
-        notes.append(f"{len(table)} of {num_lines} lines, the closest to the full cache.")
     return Sheet(title, table, notes)
-
-
-def _closest(rows: pd.DataFrame) -> pd.Index:
-    """The lines to show: all, or the closest to the full cache in the first column."""
-    lines = rows.assign(is_full=_is_full(rows)).groupby("line")[["is_full"]].first()
-    if len(lines) > MAX_ROWS:
-        task, metric = rows[KEY].iloc[0]
-        first = rows[rows["task"].eq(task) & rows["metric"].eq(metric)].set_index("line")["value"]
-        lines["distance"] = first if metric in (KL, PERPLEXITY) else -first
-        lines = lines.sort_values(["is_full", "distance"], ascending=[False, True], kind="stable")
-    return lines.index[:MAX_ROWS]
 
 
 def _figure_table(rows: pd.DataFrame, *, has_intervals: bool) -> pd.DataFrame:
