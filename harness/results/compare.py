@@ -90,11 +90,8 @@ def _read(source: Path) -> tuple[pd.DataFrame, list[Record]]:
 
 def _paired(before: Sequence[Record], after: Sequence[Record]) -> pd.DataFrame:
     """The differences of B's runs to A's of the same settings and data, whatever code made them."""
-    own, other = (
-        samples_of(record for record in records if record["table"] == "accuracy")
-        for records in (after, before)
-    )
     same = ["run", *KEY[1:], "question"]
+    own, other = samples_of(after), samples_of(before)
     own, other = (frame.assign(run=frame["run_id"].map(settings_of)) for frame in (own, other))
     other = other[[*same, "value"]].rename(columns={"value": "full"})
     found = differences_of(own.drop(columns="full").merge(other, how="left", on=same))

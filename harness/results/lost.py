@@ -20,7 +20,7 @@ from harness.errors import UserError, exit_code, nearest, printable, shortened
 from harness.results.archive import opened
 from harness.results.metrics import MISSING, WAYS
 from harness.results.record import Record, in_words, read_all
-from harness.results.samples import Baselines, Sample, differences_of, samples_of, with_full
+from harness.results.samples import Sample, differences_of, with_full
 from harness.settings.paths import COMMAND, RESULTS
 
 NO_SCORES = ("generated_tokens", "at_limit", "unknown_less_known")
@@ -51,20 +51,19 @@ def _print(asked: argparse.Namespace) -> None:
         several = f"begins {len(found)} run_ids: {', '.join(found)}"
         none = f"no finished run of {asked.results_dir}; {nearest(asked.run, known)}"
         raise UserError(f"RUN={asked.run}: {several if found else none}")
-    record, full = known[found[0]], Baselines(finished)
-    answers = compared(record, full, asked.task)
+    record = known[found[0]]
+    answers = compared(record, finished, asked.task)
     print(printable(f"{record['config']['label']}, {in_words(record['settings'])}"))
-    for task, pairs in answers.groupby("task", sort=False):
-        answered = next(run for run in full.runs_for(record) if task in run["samples"])
-        print("\n".join(_lines(pairs, record, answered)))
+    for _, pairs in answers.groupby("task", sort=False):
+        print("\n".join(_lines(pairs, record, known[pairs["full_run"].iloc[0]])))
 
 
-def compared(record: Record, full: Baselines, task: str | None = None) -> pd.DataFrame:
-    """The answers of a run beside the full cache's, of one task or all: columns of `samples_of`.
+def compared(record: Record, finished: list[Record], task: str | None = None) -> pd.DataFrame:
+    """The answers of a run beside the full cache's, of one task or all: columns of `with_full`.
 
     Raises UserError where none can be compared.
     """
-    pairs = with_full(samples_of([record]), [record], full)
+    pairs = with_full([record], lambda: finished)
     pairs = pairs[~pairs["metric"].str.split(",").str[0].isin(NO_SCORES)]
     is_binary = pairs["value"].isin([0, 1]) & pairs["full"].isin([0, 1])
     pairs = pairs[is_binary.groupby([pairs["task"], pairs["metric"]]).transform("all")]

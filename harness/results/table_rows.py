@@ -23,7 +23,6 @@ from harness.results.samples import (
     DIFFERENCES,
     KEY,
     LAYERS,
-    Baselines,
     Sample,
     clustered_stderr,
     differences_of,
@@ -76,7 +75,7 @@ def frames_of(
             rows[record["table"]].append(of_run | row)
     frames = {shape: with_columns(pd.DataFrame(rows[shape]), shape) for shape in rows}
     scored = [record for record in finished if record["table"] == "accuracy"]
-    frames["accuracy"] = _compared(frames["accuracy"], scored, Baselines(scored, elsewhere))
+    frames["accuracy"] = _compared(frames["accuracy"], scored, elsewhere)
     return frames
 
 
@@ -203,10 +202,12 @@ def depth_rows(samples: Sequence[Sample]) -> Iterator[Row]:
 # Beside the full cache
 
 
-def _compared(scores: pd.DataFrame, records: Sequence[Record], full: Baselines) -> pd.DataFrame:
+def _compared(
+    scores: pd.DataFrame, records: Sequence[Record], elsewhere: Callable[[], Iterable[Record]]
+) -> pd.DataFrame:
     """The scores with their differences to the full cache, and the number of contexts."""
     samples, of_all = samples_of(records), scores[scores["depth"].isna()]
-    differences = _of_means(differences_of(with_full(samples, records, full)), of_all)
+    differences = _of_means(differences_of(with_full(records, elsewhere)), of_all)
     of_groups = _of_means(_of_groups(records, differences), of_all)
     differences = pd.concat([differences, of_groups])[[*KEY, *DIFFERENCE, "num_contexts"]]
     counted = samples.groupby(KEY, dropna=False)["context"].nunique().rename("counted")

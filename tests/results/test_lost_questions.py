@@ -19,7 +19,6 @@ from harness.model.attach import attach
 from harness.replay import decode_pass as passes
 from harness.results import record as records
 from harness.results.lost import compared, main
-from harness.results.samples import Baselines
 from harness.scoring.answers import NeedleRead, Request, needle_read
 from harness.scoring.evaluation import run_tasks, run_turns
 from methods.full import Full
@@ -207,7 +206,7 @@ def test_runs_with_other_questions_are_not_compared(tmp_path):
     uneven = [sample | {"acc": 0.5} for sample in found["h2o"]["samples"]["passkey"]]
     for record in (found["streaming"], found["h2o"] | {"samples": {"passkey": uneven}}):
         with refused("no answers of right and wrong that a run of the full cache gave"):
-            compared(record, Baselines(found.values()))
+            compared(record, [*found.values()])
 
 
 def test_the_command_lists_lost_questions(tmp_path, capsys):

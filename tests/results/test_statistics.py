@@ -27,7 +27,7 @@ COMPARED = ("difference", "difference_stderr", "p", "gained", "lost", "detectabl
 def compared(own: Sequence[float], full: Sequence[float], metric: str = "acc", per_context: int = 2) -> pd.Series:
     """The difference of one run, by default with two questions a context."""
     contexts = [at // per_context for at in range(len(own))]
-    key = {"run_id": "r", "task": "t", "metric": metric}
+    key = {"run_id": "r", "task": "t", "first": math.nan, "metric": metric}
     pairs = pd.DataFrame({"context": contexts, "value": own, "full": full}, dtype=float).assign(**key)
     (found,) = differences_of(pairs).to_dict("records")
     return pd.Series(found, dtype=object)
