@@ -284,7 +284,7 @@ def test_texts_are_compared_by_windows_or_prompts(tmp_path, results, other):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"inputs": RAN["inputs"] | {"corpus": "e" * 64}}, {"samples": {"passkey": answers(OTHER_HITS, first=1)}}]
+    "fields", [{"text": "other", "started": "2027"}, {"samples": {"passkey": answers(OTHER_HITS, first=1)}}]
 )
 def test_numbers_of_other_questions_are_compared_as_independent(fields, results, other):
     save_task(other, "full", OTHER_HITS, **fields)

@@ -374,13 +374,13 @@ def test_pairs_say_who_is_closer(results):
         assert row.closer == closest or {row.label, row.other} == {"Near", "Alike"}
 
 
-def test_the_page_has_readmes_rows_all_methods_and_the_claims(results):
+def test_the_page_has_readmes_rows_and_all_methods(results):
     add(results, TEXTS, window_rows("big", 8, ["Paged"], method="quest", budget=0.13))
     page = board.write(results).read_text()
     titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
     setting = "budget 10 %, windows of 1,024 tokens"
     by_memory = "by memory, windows of 1,024 tokens"
-    assert titles == [f"README rows: {setting}", setting, f"{setting}: not compared", by_memory, "claims"]
+    assert titles == [f"README rows: {setting}", setting, f"{setting}: not compared", by_memory]
     lines = [line for line in page.splitlines() if line.startswith("|")]
     assert [line.split("|")[1].strip() for line in lines[2:4]] == ["Full cache", "Oracle"], "in README's order"
     (oracle, *_) = lines_of(page, "Oracle")
