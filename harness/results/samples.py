@@ -114,7 +114,7 @@ def differences_of(pairs: pd.DataFrame) -> pd.DataFrame:
     for values, of_key in pairs.groupby(KEY, dropna=False):
         if of_key["full"].notna().all():
             key = dict(zip(KEY, values, strict=True))
-            rows.append(key | _difference(key["metric"], of_key))
+            rows.append(key | _difference(str(key["metric"]), of_key))
     numbers = dict.fromkeys(["first", *DIFFERENCES[len(KEY) :]], float)
     return pd.DataFrame(rows, columns=DIFFERENCES).astype(numbers)
 

@@ -186,8 +186,10 @@ def depth_rows(samples: Sequence[Sample]) -> Iterator[Row]:
     needles = pd.DataFrame([sample for sample in samples if sample.get("depth") is not None])
     if needles.empty:
         return
-    fifths = (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
-    for (length, fifth), found in needles.groupby(["length", fifths], sort=False):
+    needles["fifth"] = (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
+    place = ["length", "fifth"]
+    for _, found in needles.groupby(place, sort=False):
+        length, fifth = found[place].iloc[0].tolist()
         scores = found[str(length)].tolist()
         yield {
             "depth": fifth / NUM_DEPTHS,
