@@ -269,12 +269,12 @@ def _claims(methods: pd.DataFrame) -> Iterator[Sheet]:
         verdicts = np.select([holds, fails], ["holds", "does not hold"], "not told apart")
         shown = _ratios(rows) if is_kl else _differences(rows)
         rows = rows.assign(verdict=verdicts, shown=shown)
-        for (budget, seq_len), found in rows.groupby(SETTING, dropna=False):
+        for _, found in rows.groupby(SETTING, dropna=False):
             together = found.iloc[0]  # over all models
             line = {
                 "claim": claim["claim"],
-                "budget (%)": metrics.ASKED_BUDGET.show(budget),
-                "windows (tokens)": metrics.SEQ_LEN.show(seq_len),
+                "budget (%)": metrics.ASKED_BUDGET.show(together["asked_budget"]),
+                "windows (tokens)": metrics.SEQ_LEN.show(together["seq_len"]),
                 f"{ALL_MODELS} together": f"{together['verdict']}: {together['shown']}",
                 "count": f"{together['num_windows' if is_kl else 'num_questions']:.0f}",
             }

@@ -6,6 +6,7 @@ as well. Imports neither torch nor pandas.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -149,6 +150,9 @@ IDENTITY = _split({
 _EVERY = {column.name: column for columns in TABLES.values() for column in columns}
 WORDS = {name for name, column in _EVERY.items() if column.digits is None}
 """Columns of words. All other columns are of numbers."""
+FORMULA = re.compile(r"'*[=+\-@\t\r]")
+"""How words begin that a spreadsheet takes for a formula. A CSV has them behind an apostrophe."""
+MARKED = re.compile(f"^'(?={FORMULA.pattern})")
 NO_TABLE = "not a table of results"
 
 
@@ -197,6 +201,8 @@ def read_frame(path: Path) -> pd.DataFrame:
         if missing:
             raise ValueError(f"lacks {', '.join(sorted(missing))}")
         frame = with_columns(frame, shape)
+        words = [name for name in frame if name in WORDS]
+        frame[words] = frame[words].replace(MARKED, "", regex=True)
     except (OSError, ValueError) as error:
         anew = "delete it, and repeat a run of its experiment, which writes it anew"
         raise UserError(f"{path}: {NO_TABLE} ({reason(error)}); {anew}") from error
@@ -218,7 +224,9 @@ def csv_of(frame: pd.DataFrame, shape: str) -> str:
     are all whole have no point."""
     table = with_columns(frame, shape)[list(names(TABLES[shape]))]
     for name in table:
-        if name not in WORDS and table[name].dropna().mod(1).eq(0).all():
+        if name in WORDS:
+            table[name] = table[name].mask(table[name].str.match(FORMULA), "'" + table[name])
+        elif table[name].dropna().mod(1).eq(0).all():
             table[name] = table[name].astype("Int64")
     return table.to_csv(index=False, lineterminator="\n")
 

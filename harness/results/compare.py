@@ -80,7 +80,7 @@ def _read(source: Path) -> tuple[pd.DataFrame, list[Record]]:
         if "metric" in frame:
             numbers.append(frame[[*about, "metric", "value", "stderr"]])
         else:
-            others = [name for name in frame if name not in {*about, *columns.WORDS}]
+            others = [*frame.columns.difference([*about, *columns.WORDS], sort=False)]
         if shape != "analysis":
             numbers.append(frame[[*about, *others]].melt(about, var_name="metric"))
     found = pd.concat(numbers, ignore_index=True).dropna(subset="value")

@@ -58,7 +58,7 @@ def _print(asked: argparse.Namespace) -> None:
         print("\n".join(_lines(pairs, record, known[pairs["full_run"].iloc[0]])))
 
 
-def compared(record: Record, finished: list[Record], task: str | None = None) -> pd.DataFrame:
+def compared(record: Record, finished: Sequence[Record], task: str | None = None) -> pd.DataFrame:
     """The answers of a run beside the full cache's, of one task or all: columns of `with_full`.
 
     Raises UserError where none can be compared.
@@ -67,9 +67,10 @@ def compared(record: Record, finished: list[Record], task: str | None = None) ->
     pairs = pairs[~pairs["metric"].str.split(",").str[0].isin(NO_SCORES)]
     is_binary = pairs["value"].isin([0, 1]) & pairs["full"].isin([0, 1])
     pairs = pairs[is_binary.groupby([pairs["task"], pairs["metric"]]).transform("all")]
-    if task is not None and task not in record["samples"]:
-        raise UserError(f"--task={task}: {nearest(task, record['samples'])}")
-    pairs = pairs[pairs["task"].eq(task) | (task is None)]
+    if task is not None:
+        if task not in record["samples"]:
+            raise UserError(f"--task={task}: {nearest(task, record['samples'])}")
+        pairs = pairs[pairs["task"] == task]
     if pairs.empty:
         raise UserError(
             f"run {record['run_id']}: no answers of right and wrong that a run of the full cache "
@@ -85,11 +86,11 @@ def _lines(pairs: pd.DataFrame, record: Record, full: Record) -> Iterator[str]:
     tests = differences_of(pairs).set_index("metric")
     for metric, of_metric in pairs.groupby("metric", sort=False):
         test = tests.loc[metric]
-        p = MISSING if pd.isna(test["p"]) else f"{test['p']:.3f}"
+        shown = MISSING if pd.isna(test["p"]) else f"{test['p']:.3f}"
         yield (
             f"{metric}: of {len(of_metric)} questions the full cache has "
             f"{of_metric['full'].sum():.0f} right, this run {of_metric['value'].sum():.0f}; "
-            f"lost {test['lost']:.0f}, gained {test['gained']:.0f}, p = {p}"
+            f"lost {test['lost']:.0f}, gained {test['gained']:.0f}, p = {shown}"
         )
     own, other = ({of["question"]: of for of in run["samples"][task]} for run in (record, full))
     lost = pairs[pairs["value"] < pairs["full"]]
