@@ -86,7 +86,7 @@ def _lines(pairs: pd.DataFrame, record: Record, full: Record) -> Iterator[str]:
     tests = differences_of(pairs).set_index("metric")
     for metric, of_metric in pairs.groupby("metric", sort=False):
         test = tests.loc[metric]
-        shown = MISSING if pd.isna(test["p"]) else f"{test['p']:.3f}"
+        shown: str = MISSING if pd.isna(test["p"]) else f"{test['p']:.3f}"
         yield (
             f"{metric}: of {len(of_metric)} questions the full cache has "
             f"{of_metric['full'].sum():.0f} right, this run {of_metric['value'].sum():.0f}; "
