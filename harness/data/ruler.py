@@ -43,7 +43,7 @@ ONE_NEEDLE = (*NEEDLES, "niah_single_2", "niah_single_3", "niah_multikey_1")
 NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")
 """The key and the value of a needle."""
 TURNS = 8
-"""Questions to a context in `kind=turns`, where it has as many needles."""
+"""Questions to a context with `prefill=both`, where it has as many needles."""
 VT_EXAMPLE_TOKENS = 500
 """Tokens that the worked example of ruler_vt may take, its answer included."""
 FWE_LEAST_TOKENS = 200
@@ -88,7 +88,7 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     for length in lengths:
         wanted = count // len(lengths)
         of_length = _rows_that_fit(task, length, wanted, config.seed, loaded, max_gen_toks)
-        if config.kind == "turns" and task in ONE_NEEDLE:
+        if config.prefill == "both" and task in ONE_NEEDLE:
             contexts, of_length = of_length, []
             for number, row in enumerate(contexts):
                 of_length += turns(row, f"{config.seed}/{number}")

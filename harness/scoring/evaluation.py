@@ -113,8 +113,8 @@ def _suite(config: RunConfig, loaded: LoadedModel) -> Suite:
 
 
 def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
-    """Every task of `config` twice: once with the question known when the method reduces the cache,
-    and once with several questions to one cache, of which none was known.
+    """Every task of `config` twice, as `prefill=both` asks: once with the question known when the
+    method reduces the cache, and once with several questions to one cache, of which none was known.
 
     Known: the dense prompt is the whole context of the question, as in serving. Unknown: it ends
     before the question. The questions with one such prompt are turns: each goes on from a copy of
@@ -133,9 +133,7 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
     outcome = Outcome({})
     for name, task in suite.tasks.items():
         if task.OUTPUT_TYPE == "loglikelihood_rolling":
-            raise UserError(
-                f"task {name}: scores whole texts, which ask no question; kind=turns cannot run it"
-            )
+            raise UserError(f"task {name}: scores whole texts, so prefill=both cannot run it")
         finder = _finder(name, config, task)
         unknown = ReplayEngine(config, loaded, name, sys.stderr)
         known = ReplayEngine(config, loaded, name, sys.stderr)
@@ -183,7 +181,7 @@ def _both_ways(
             by_question[f"{LESS},{metric}"][question] = value - value_known
     if not by_question:
         raise UserError(
-            f"task {name}: no metric of it is a mean over questions; kind=turns cannot compare them"
+            f"task {name}: no metric of it is a mean over questions, which prefill=both compares"
         )
     metrics = {plain_name(key): value for key, value in means(by_question, contexts).items()}
     metrics["num_samples"] = unknown["num_samples"]
@@ -296,6 +294,8 @@ def prefill_of(name: str, config: RunConfig, *, writes: bool, task: Task | None 
     """Which rows of a task's requests are dense. writes: the model writes the answers. task: None
     where lm-eval does not hand it over."""
     mode = config.prefill_of(name, writes=writes)
+    if mode == "both":  # `run_turns` needs no mode
+        raise UserError("prefill=both: only experiment=tasks asks in turns; choose another")
     if mode == "artifact" and config.budget is not None:
         raise UserError(
             f"budget={config.budget}: not with prefill=artifact (task {name}), whose decode rows "

@@ -470,7 +470,7 @@ class ReplayLM(ModelTexts):
     def _no_question(self, document: Document, why: str) -> UserError:
         asked, other = "prefill=question", ", or use prefill=dense or artifact"
         if self._prefill.in_turns:
-            asked, other = "kind=turns", ""
+            asked, other = "prefill=both", ""
         return UserError(
             f"{_where(document)}: {asked} finds no end of the context ({why}); set "
             f"question_marker= to the words with which the question begins{other}"

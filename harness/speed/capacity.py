@@ -1,5 +1,5 @@
-"""`experiment=capacity` of a machine that is here: the largest batch that a device holds, and
-tokens/s at that batch and below it.
+"""`batch_size=largest`: the largest batch that a device holds, and tokens/s at that batch and below
+it.
 
 `platform=cpu`: the device is emulated, and its memory (`platform.device_gib`) is limited for real:
 a session that does not fit beside the weights is refused. The largest batch is found by arithmetic
@@ -210,7 +210,7 @@ def largest_that_runs(
 def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
     if attached.decoder.recurrent:
         raise UserError(
-            f"model={loaded.name}: it has recurrent layers, whose states experiment=capacity does "
+            f"model={loaded.name}: it has recurrent layers, whose states batch_size=largest does "
             "not size; choose a model with attention layers alone"
         )
     return prepare(config, loaded, attached, lambda: decode_rows(config.latency))

@@ -31,7 +31,7 @@ from harness.model.resources import Memo
 from harness.replay.setup import Setup, prepare
 from harness.results.environment import num_cores
 from harness.settings.config import LatencyConfig, RunConfig
-from harness.settings.kinds import Outcome, find
+from harness.settings.kinds import Outcome
 from harness.speed.link_rate import LinkRate, disk_rate, link_rate
 from harness.speed.timed_run import SharedPrompt, TimedRun, run_shared_prompt, time_run
 from methods.base import TokenCounts
@@ -47,8 +47,7 @@ def source_of(config: RunConfig) -> str:
 def waits_for_link(config: RunConfig) -> bool:
     """Whether the rows of a run on a CPU take as long as over the emulated link: where the run is
     there for its times, or its user sets the link's rate. Elsewhere they move at memory's speed."""
-    is_timed = find(config.kind).table in ("latency", "capacity")
-    return is_timed or config.platform.link_gbps is not None
+    return config.kind == "latency" or config.platform.link_gbps is not None
 
 
 Prompts = Memo[SharedPrompt]

@@ -418,8 +418,8 @@ def test_bounds(loaded, text):
         with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
             check(settings("perplexity", text, H2O(dense_layers=2), **lengths), ())
     for setting, value in (("prefill_len", 0), ("max_new_tokens", 1)):
-        with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):
+        with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} "):
             load(["experiment=long_decode", f"{setting}={value}"])
         load(["experiment=long_decode", f"{setting}={value + 1}"])
-    hints = measurement_of("long_decode").memory_hints(load(["experiment=long_decode"]))
-    assert hints == {"max_new_tokens": 256, "prefill_len": 512}
+    hints = measurement_of("perplexity").memory_hints(load(["experiment=long_decode"]))
+    assert hints == {"max_new_tokens": 256, "prefill_len": 512, "num_windows": 4}

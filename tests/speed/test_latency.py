@@ -3,7 +3,6 @@
 import json
 import os
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -378,7 +377,7 @@ def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(all_runs, "_child", die)
     runs = [Run.of(load(["experiment=latency", f"system={label}"])) for label in ("ideal", "offload")]
-    outcomes = list(all_runs.run_apart(runs, Resources(), time.time()))
+    outcomes = list(all_runs.run_apart(runs, Resources()))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
     kept = [(record["status"], record["error"]) for record in (read(run.path) for run in runs)]
