@@ -189,15 +189,11 @@ def new_session(
     config: RunConfig, attached: Attached, setup: Setup, link: Links | None, max_new_tokens: int
 ) -> LiveSession:
     """A session of the run's method and placement, before its prompt."""
-    return LiveSession(
+    return setup.live(
         attached,
-        setup.method,
-        max_new_tokens=max_new_tokens,
-        codec=setup.codec,
+        max_new_tokens,
         placement=config.placement,
         link=link,
-        calibration=setup.calibration,
-        gpu_cache=config.gpu_cache,
         pinned=config.platform.pinned,
     )
 

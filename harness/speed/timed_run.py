@@ -62,6 +62,7 @@ from harness.model.attached import Attached
 from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.passes import launching_on
 from harness.model.prompts import run_prompt
+from harness.replay.session import Setup
 from harness.results.step_stats import deviation, ratio, times_of
 from harness.settings.config import BEHIND_LINK, LatencyConfig, Placement
 from methods.base import Calibration, Method
@@ -163,16 +164,14 @@ def time_run(
     timeline = Timeline(attached.device)
     slabs: dict[torch.device, PinnedSlab] = {}
 
+    setup = Setup(run.method, run.codec, calibration, run.gpu_cache)
+
     def open_session() -> LiveSession:
-        return LiveSession(
+        return setup.live(
             attached,
-            run.method,
-            max_new_tokens=shape.gen_len,
-            codec=run.codec,
+            shape.gen_len,
             placement=run.placement,
             link=link if run.placement in BEHIND_LINK else None,
-            calibration=calibration,
-            gpu_cache=run.gpu_cache,
             pinned=run.pinned,
             slabs=slabs,
             timeline=timeline,

@@ -163,7 +163,7 @@ class Followed(LiveSession):
 def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(tiny_gqa, ids, monkeypatch, shared):
     monkeypatch.setattr(Followed, "cached", [])
     monkeypatch.setattr(Followed, "most_alive", 0)
-    monkeypatch.setattr("harness.speed.timed_run.LiveSession", Followed)
+    monkeypatch.setattr("harness.replay.session.LiveSession", Followed)
     shape = replace(SHAPE, repeats=3)
     metrics, samples = timed(tiny_gqa, ids, TimedRun(InfiniGen(), shape, gpu_cache=1), shared=shared)
     steps = [PROMPT + step for step in range(2 + 4)]
