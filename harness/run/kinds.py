@@ -178,9 +178,9 @@ class LongDecode(Measurement):
         return _texts(config)
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.scoring.long_decode import run_long_decode
+        from harness.scoring.perplexity import run_perplexity
 
-        return run_long_decode(config, resources.model(config.model), resources.references)
+        return run_perplexity(config, resources.model(config.model), resources.references)
 
 
 class Latency(Measurement):
