@@ -93,10 +93,12 @@ def _require_examples(task: str, own: Mapping[str, Any], source: Source) -> None
     in_yaml = (own.get("fewshot_config") or {}).get("samples")
     if not shots or callable(in_yaml):
         return
-    examples = source.rows.get(str(split), ())
-    count = len(examples if in_yaml is None or own.get("fewshot_split") else in_yaml)
-    # lm-eval draws one more, lest the row that is asked be among them, where both are equal.
-    needed = shots + (own.get("fewshot_split") == own.get("test_split"))
+    if in_yaml is not None and not own.get("fewshot_split"):
+        count, needed = len(in_yaml), shots
+    else:
+        count = len(source.rows.get(str(split), ()))
+        # lm-eval draws one more, lest the row that is asked be among them, where both are equal.
+        needed = shots + (own.get("fewshot_split") == own.get("test_split"))
     if count < needed:
         raise UserError(
             f"num_fewshot={shots}: {task} has {count} rows of its split {split or 'train'} in "
@@ -115,10 +117,12 @@ def names_files(config: Mapping[str, Any]) -> bool:
 def own_files(config: Mapping[str, Any]) -> Files:
     """The files of this machine that a task's YAML names, by split, as `datasets` finds them. As in
     lm-eval, relative paths begin in the working folder. Raises UserError for a missing one."""
-    return {
-        str(split): [Path(path) for path in paths]
-        for split, paths in _builder(config).config.data_files.items()
-    }
+    return _files_of(_builder(config))
+
+
+def _files_of(builder: Any) -> Files:
+    by_split = builder.config.data_files.items()
+    return {str(split): [Path(path) for path in paths] for split, paths in by_split}
 
 
 def _builder(config: Mapping[str, Any]) -> Any:
@@ -134,7 +138,8 @@ def _named_source(task: str, config: Mapping[str, Any]) -> Source:
     one."""
     import datasets
 
-    builder, files = _builder(config), own_files(config)
+    builder = _builder(config)
+    files = _files_of(builder)
     with no_network(), refused(f"tasks={task}: the files that its YAML names cannot be read"):
         if builder.name == "json":
             about = (template_fields(config), builder.config.field)

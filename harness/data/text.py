@@ -132,7 +132,11 @@ def calibration_text(calibration: CalibrationConfig) -> str:
 def token_ids(text: str, tokenizer: Any) -> list[int]:
     """Ids of a piece of text, tokenized in one call without special tokens; UserError without a
     tokenizer (None)."""
-    require_tokenizer(tokenizer)
+    if tokenizer is None:
+        raise UserError(
+            "this model has no tokenizer, so it cannot read text: choose one that has, such as "
+            "smollm2-135m"
+        )
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -160,15 +164,6 @@ def start_ids(tokenizer: Any) -> list[int]:
         f"the tokenizer makes {whole} of {PROBE!r} and {plain} without special tokens: where its "
         "special tokens stand cannot be told; give the model another tokenizer"
     )
-
-
-def require_tokenizer(tokenizer: Any) -> None:
-    """Raise UserError without a tokenizer (None)."""
-    if tokenizer is None:
-        raise UserError(
-            "this model has no tokenizer, so it cannot read text: choose one that has, such as "
-            "smollm2-135m"
-        )
 
 
 def corpus_ids(corpus: CorpusConfig, data: DataConfig, tokenizer: Any) -> list[int]:
