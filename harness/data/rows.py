@@ -125,11 +125,15 @@ def _files_of(builder: Any) -> Files:
     return {str(split): [Path(path) for path in paths] for split, paths in by_split}
 
 
+def _unreadable(config: Mapping[str, Any]) -> str:
+    return f"tasks={config.get('task')}: the files that its YAML names cannot be read"
+
+
 def _builder(config: Mapping[str, Any]) -> Any:
     import datasets
 
     given = (config["dataset_path"], config.get("dataset_name"))
-    with no_network(), refused(f"dataset_path={given[0]}: its files cannot be read"):
+    with no_network(), refused(_unreadable(config)):
         return datasets.load_dataset_builder(*given, **hub_options(config))
 
 
@@ -140,7 +144,7 @@ def _named_source(task: str, config: Mapping[str, Any]) -> Source:
 
     builder = _builder(config)
     files = _files_of(builder)
-    with no_network(), refused(f"tasks={task}: the files that its YAML names cannot be read"):
+    with no_network(), refused(_unreadable(config)):
         if builder.name == "json":
             about = (template_fields(config), builder.config.field)
             rows = {split: read_json(paths, *about) for split, paths in files.items()}
