@@ -317,7 +317,7 @@ def revision(config: Mapping[str, Any], fetch: Callable[[], object]) -> str:
     import datasets
 
     def cached() -> str:
-        given = (config["dataset_path"], config.get("dataset_name"))
+        given = (config.get("dataset_path"), config.get("dataset_name"))
         with no_network(), suppress(Exception):  # of which `datasets` has many for missing rows
             return str(datasets.load_dataset_builder(*given, **hub_options(config)).hash)
         return ""
