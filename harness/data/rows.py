@@ -285,15 +285,10 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
     """
     from huggingface_hub import constants, get_session
 
-    try:
-        with no_network():
-            return load()
-    except ImportError:
-        raise
-    except Exception:
-        # `datasets` has many for rows that are not cached, or not whole; online it says what is
-        # wrong.
-        pass
+    # `datasets` has many errors for rows that are not cached, or not whole; online it says what is
+    # wrong.
+    with suppress(Exception), no_network():
+        return load()
     why = "not cached, and "
     try:
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)

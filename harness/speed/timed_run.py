@@ -187,6 +187,7 @@ def time_run(
             if isinstance(prompt, Tensor):
                 with closing(open_session()) as session:
                     _begin(session, prompt)
+                del session  # and its memory, before the next is opened
             while len(repeats) < shape.repeats and left_s > 0:
                 repeats.append(_time_repeat(open_session, weights, prompt, run, left_s))
                 left_s -= repeats[-1].decoding_s
