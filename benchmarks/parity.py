@@ -32,10 +32,9 @@ from harness.model.attached import Attached
 from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.run.compose import load
-from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRows, QueryRows
-from methods.codecs.channel import ChannelCodec
+from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRows, QueryRows, RereadRows
+from methods.codecs.integers import ChannelCodec
 from methods.evicting import EvictingState
-from methods.extras import RereadRows
 from methods.full import Full
 from methods.kvzip import KVzip
 from methods.prompt_evicting import SnapKV

@@ -40,9 +40,9 @@ class Softmax(NamedTuple):
 
     def capped(self, scores: Tensor) -> Tensor:
         """Apply the softcap to scaled scores, in place."""
-        return (
-            scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
-        )
+        if self.softcap is None:
+            return scores
+        return scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def weights(self, scores: Tensor) -> Tensor:
         """Attention weights from scores [batch, num_kv_heads, group, rows, slots]. Overwrites the

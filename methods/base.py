@@ -12,8 +12,7 @@ token a slot holds.
 
 Most methods start from an easier base: `methods.selection` scores tokens or pages and reads the
 best ones, `methods.prompt_evicting` and `methods.evicting` give each token a score and keep the
-best ones. What only some methods need, such as a second reading of the prompt, is in
-`methods.extras`: a class to derive from beside such a base.
+best ones.
 
 Shapes: batch, heads (query heads), num_kv_heads, group = heads / num_kv_heads, rows, slots,
 head_dim.
@@ -22,7 +21,7 @@ head_dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self, final
@@ -58,8 +57,7 @@ NAMES_ROWS: frozenset[When] = frozenset(
 """Here `select` runs before the fetch and decides which rows are fetched."""
 
 Calibration = Mapping[str, Tensor]
-"""What `Calibrates.calibrate` measured, by name; for all layers together they are stacked first:
-[num_layers, ...]."""
+"""Tensors that `Method.calibrate` measured, by name; of all layers: [num_layers, ...]."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +119,9 @@ class Method:
         is needed."""
         assert self.state is not None, "a method that reads everything has no state"
         self.check(geometry, lengths)
-        return self.state(self, geometry, lengths, self._needed(calibration))
-
-    def _needed(self, calibration: Calibration | None) -> Calibration | None:
-        """The calibration where the method needs one (`methods.extras.Calibrates`)."""
-        return None
+        if self.needs_calibration and calibration is None:
+            raise ValueError(f"method {self.title}: needs a calibration; calibrate first")
+        return self.state(self, geometry, lengths, calibration if self.needs_calibration else None)
 
     # Budgets
 
@@ -169,6 +165,97 @@ class Method:
         `budget`)."""
         return 1.0
 
+    # What is measured once of a model
+
+    calibration_settings: ClassVar[tuple[str, ...]] = ()
+    """Names of the settings that change what `calibrate` measures."""
+
+    @property
+    def needs_calibration(self) -> bool:
+        """True if `calibrate` must run on the calibration text before the first batch. A setting
+        may do without."""
+        return type(self).calibrate is not Method.calibrate
+
+    def calibrate(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
+    ) -> Calibration:
+        """Measure one layer. The result is kept on disk for the same method and settings.
+
+        query: [heads, tokens, head_dim], key: [num_kv_heads, tokens, head_dim], post-position, from
+        position 0 on. earlier: results of the layers before this one, so `len(earlier)` is the
+        layer's number.
+        """
+        raise NotImplementedError
+
+    def settled(self, calibration: Calibration) -> Self:
+        """This method with the settings that its calibration decides, such as which layers choose
+        for others. It reads as many tokens as before."""
+        return self
+
+    # A second reading of the prompt
+
+    @final
+    @property
+    def rereads_prompt(self) -> bool:
+        """True if the model reads the prompt again after its dense pass, by `repetitions`."""
+        return type(self).repetitions is not Method.repetitions
+
+    def repetitions(self, prompt: int) -> list[Repetition]:
+        """The passes of the model that follow a prompt of so many tokens."""
+        raise NotImplementedError
+
+    def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
+        """Scores of the tokens of a pass's chunk in one layer, fp32 [num_kv_heads, chunk]."""
+        raise NotImplementedError
+
+    @property
+    def needs_norms(self) -> bool:
+        """True if `reread` is to get the norms of `RereadRows`."""
+        return False
+
+    def tokenized(self, encode: Callable[[str], Sequence[int]]) -> Self:
+        """This method with its texts as token ids of the model, made by `encode`."""
+        return self
+
+    # What few methods need
+
+    needs_inputs: ClassVar[bool] = False
+    """True if `State.prompt` gets the layer's attention module and its input
+    (`PromptRows.inputs`), for a rule that uses the module's weights. Not where it rereads."""
+    weighs_rest: ClassVar[bool] = False
+    """True if the `Rest` of its selections has a log-mass. Attention then computes scores, which a
+    fused call hides."""
+
+    def check_inputs(self, inputs: LayerInputs, query: Tensor) -> None:
+        """Raise ValueError where the method cannot work with such an attention module.
+
+        inputs: of the first layer under the method, for a few tokens of one sequence. query: what
+        the model makes of them, [1, heads, tokens, head_dim], post-position.
+        """
+
+    @final
+    @property
+    def keeps_keys(self) -> bool:
+        """True if the state keeps the keys and gives them back (`State.rebuild`). The cache then
+        holds values only, and only they cross the link."""
+        return type(self).tokens_resident is not Method.tokens_resident
+
+    def tokens_resident(self, counts: TokenCounts, layer: int) -> int:
+        """Cached tokens that stay exact on the device where the state keeps the keys: some of the
+        prompt, and all that are generated."""
+        raise NotImplementedError
+
+    @property
+    def replay_only(self) -> str | None:
+        """Why it can be scored but not decoded live, in words for the user; None where it can."""
+        return None
+
+    @property
+    def file(self) -> str | None:
+        """Path of the data file that it opens, whose contents belong to a run's identity; None for
+        none."""
+        return None
+
 
 class State:
     """Everything of a method that changes while a batch of sequences runs. Dropped with the batch.
@@ -178,12 +265,16 @@ class State:
     slot_tensors: names of attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots,
         ...], with the value of an empty slot. They are copied and counted too, and `fork` makes
         room in them.
+    handed_on: names of attributes, tensors or dicts of them, that the `select` of one layer leaves
+        to later layers. A model over several devices has a state on each; these attributes are
+        handed from device to device.
     selects_without_own: True if `select` needs nothing that `append` keeps of the row's current
     token. Live decoding then appends the current token while the selected rows cross the link.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
     slot_tensors: ClassVar[Mapping[str, float]] = {}
+    handed_on: ClassVar[tuple[str, ...]] = ()
     selects_without_own: ClassVar[bool] = False
 
     def __init__(
@@ -238,17 +329,45 @@ class State:
         """
         raise NotImplementedError
 
+    def take_over(self, earlier: State) -> None:
+        """Copy the `handed_on` attributes from the state of another device."""
+        device = self.lengths.final.device
+        for name in self.handed_on:
+            held = getattr(earlier, name)
+            setattr(self, name, each_tensor(held, lambda tensor: tensor.to(device)))
+
+    def take_scores(self, score: Mapping[int, Tensor], rows: PromptRows) -> None:
+        """Take what `Method.reread` said of each prompt token, before the `prompt` of any layer.
+
+        score: of every layer under the method, on the layer's device, fp32 [batch, num_kv_heads,
+        prompt]; 0 for a token of no chunk.
+        """
+        raise NotImplementedError
+
+    def resident(self, layer: int) -> Tensor:
+        """Prompt tokens that stay on the device where the state keeps the keys, bool [batch,
+        num_kv_heads, prompt].
+
+        Every row reads them beside its selection, which names none of them. Called once, after
+        `prompt`.
+        """
+        raise NotImplementedError
+
+    def rebuild(self, layer: int, slots: Tensor) -> Tensor:
+        """Keys of prompt tokens as they are read, [batch, num_kv_heads, n, head_dim].
+
+        slots: int [batch, num_kv_heads, n]; the result for a negative one may be anything.
+        """
+        raise NotImplementedError
+
     def fork(self, index: Tensor, num_slots: int) -> State:
         """A copy for sequences `index` [new_batch] of this batch, with room for `num_slots`
         slots."""
         child = copy(self)
         child.lengths = Lengths(*(part.index_select(0, index) for part in self.lengths))
         for name in self.sequence_tensors:
-            setattr(
-                child,
-                name,
-                each_tensor(getattr(self, name), lambda tensor: tensor.index_select(0, index)),
-            )
+            held = getattr(self, name)
+            setattr(child, name, each_tensor(held, lambda tensor: tensor.index_select(0, index)))
         for name, empty in self.slot_tensors.items():
             by_layer = {}
             for layer, old in getattr(self, name).items():
@@ -264,18 +383,46 @@ class State:
 
 def each_tensor(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Change a tensor, or each tensor of a dict."""
-    return (
-        {key: change(tensor) for key, tensor in held.items()}
-        if isinstance(held, dict)
-        else change(held)
-    )
+    if isinstance(held, dict):
+        return {key: change(tensor) for key, tensor in held.items()}
+    return change(held)
 
 
 # What a state is given
 
 
+class Repetition(NamedTuple):
+    """A pass of the model after a prompt, over rows that see the whole prompt and one another
+    causally.
+
+    parts: their tokens, in order: ids, or tokens of the prompt. chunk: the prompt's tokens that the
+    pass is about.
+    """
+
+    parts: list[tuple[int, ...] | slice]
+    chunk: slice
+
+
+class RereadRows(NamedTuple):
+    """The rows of a `Repetition` in one layer, for one sequence without its padding.
+
+    query: [1, heads, rows, head_dim], key: [1, num_kv_heads, rows, head_dim], post-position.
+    prompt_key: [1, num_kv_heads, prompt, head_dim]. chunk: of the prompt's tokens. input_norms:
+    length of each row's attention input, fp32 [rows]. value_norms: length of what the layer's
+    output projection makes of each of the chunk's values alone, fp32 [heads, chunk]. Both are None
+    unless the method `needs_norms`.
+    """
+
+    query: Tensor
+    key: Tensor
+    prompt_key: Tensor
+    chunk: slice
+    input_norms: Tensor | None = None
+    value_norms: Tensor | None = None
+
+
 class LayerInputs(NamedTuple):
-    """What an attention layer is called with, for a method that `NeedsInputs`.
+    """Arguments of an attention layer, for a method that `needs_inputs`.
 
     module: the model's own attention module, with its weights; it must be left as it is. hidden:
     the module's input [batch, tokens, hidden_size]. position_embeddings: the cosines and sines that
@@ -293,8 +440,7 @@ class PromptRows(NamedTuple):
     """The prompt's layout: real bool [batch, prompt] (left padded); num_slots that the batch will
     ever use.
 
-    inputs: what the layer's module is called with; None unless the method
-    `NeedsInputs`.
+    inputs: what the layer's module is called with; None unless the method `needs_inputs`.
     """
 
     real: Tensor
@@ -367,7 +513,7 @@ class Rest(NamedTuple):
     """Replacement for tokens that are not read: output = (1 - share) * attention + share * value.
 
     share: [batch, num_kv_heads, group, rows]. value: [batch, num_kv_heads, 1 or group, rows,
-    value_dim]; finite. log_mass: instead of a share, for a method that `WeighsRest`: logarithm of
+    value_dim]; finite. log_mass: instead of a share, for a method that `weighs_rest`: logarithm of
     the sum of exp(score) that these tokens would have, fp32 like `share`; -inf for none. The share
         then follows from the scores of the tokens read.
     """
@@ -377,8 +523,8 @@ class Rest(NamedTuple):
     log_mass: Tensor | None = None
 
     def beside(self, log_total: Tensor) -> Rest:
-        """With the share of the log-mass beside `log_total`, that of all that is read, of the same
-        shape."""
+        """This rest with a share: that of its log-mass beside `log_total`, the log-mass of all that
+        is read, of the same shape."""
         assert self.log_mass is not None
         return Rest(torch.sigmoid(self.log_mass - log_total), self.value)
 
@@ -442,11 +588,9 @@ class Geometry:
     @property
     def elements(self) -> int:
         """Elements of one token in a KV head's cache, key and value."""
-        return (
-            self.head_dim
-            if self.values_in_keys
-            else self.head_dim + (self.value_dim or self.head_dim)
-        )
+        if self.values_in_keys:
+            return self.head_dim
+        return self.head_dim + (self.value_dim or self.head_dim)
 
     def every_key(self, positions: Tensor) -> Tensor:
         """The keys of `positions` tokens, in tokens (`elements`), fp64: what true scores read."""
@@ -475,7 +619,10 @@ def checked(hook: Any, found: Any, axes: str, *sizes: int | tuple[int, ...] | No
     axes: their names. sizes: of each axis its size, or those allowed; None: any.
     """
     shape = found.shape if isinstance(found, Tensor) else ()
-    if len(shape) == len(sizes) and all(map(_fits, shape, sizes)):
+    fits = len(shape) == len(sizes)
+    for length, size in zip(shape, sizes, strict=False):
+        fits = fits and (size is None or length in _listed(size))
+    if fits:
         return found
     code = hook.__func__.__code__
     returned = [*shape] if isinstance(found, Tensor) else type(found).__name__
@@ -484,14 +631,22 @@ def checked(hook: Any, found: Any, axes: str, *sizes: int | tuple[int, ...] | No
     raise ShapeError(words, f"{code.co_filename}:{code.co_firstlineno}")
 
 
-def _fits(found: int, size: int | tuple[int, ...] | None) -> bool:
-    return size is None or found in _listed(size)
-
-
 def _listed(size: int | tuple[int, ...] | None) -> tuple[int | str, ...]:
     if isinstance(size, tuple):
         return tuple(dict.fromkeys(size))
     return ("any" if size is None else size,)
+
+
+def resident_of(state: State, layer: int, key: Tensor) -> Tensor:
+    """`State.resident` of a prompt of this `key`, of the right shape."""
+    found = state.resident(layer)
+    return checked(state.resident, found, "batch, KV heads, tokens", *key.shape[:3])
+
+
+def rebuilt(state: State, layer: int, slots: Tensor) -> Tensor:
+    """The keys that `rebuild` gives, of the right shape."""
+    found, sizes = state.rebuild(layer, slots), (*slots.shape, state.geometry.head_dim)
+    return checked(state.rebuild, found, "batch, KV heads, n, head_dim", *sizes)
 
 
 # Helpers of methods
@@ -500,6 +655,15 @@ def _listed(size: int | tuple[int, ...] | None) -> tuple[int | str, ...]:
 def share_above(count: int, whole: int) -> float:
     """The least share whose floor of `whole` is more than `count`, at most 1."""
     return min(1.0, math.nextafter((count + 1) / whole, 1))
+
+
+def least_number(is_enough: Callable[[float], bool]) -> float:
+    """The least number in (0, 1] that is enough, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
 
 
 def floor_frac(frac: float, count: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from methods.attention import MANY_ROWS, by_matrix, product
-from methods.codecs.base import plane_width
 from methods.codecs.integers import GROUP_META_BYTES, IntegerCodec
 from methods.compiled import kernels_for
+from methods.packing import plane_width
 
 BLOCK_BYTES = 2**19
 """Codes that a CPU holds as floats at a time, a part of a second-level cache."""
@@ -41,7 +41,7 @@ def coded_scores(query: Tensor, keys: Tensor, codec: IntegerCodec) -> Tensor:
     rows, columns = query.shape[2:]
     kernels = kernels_for(query)
     if kernels is not None and rows <= kernels.MOST_ROWS:
-        return kernels.coded_scores(query, keys, codec)
+        return kernels.coded_scores(query, keys, codec.bits, codec.group_size)
     if query.device.type == "cpu":
         query = query.float()
         if rows >= MANY_ROWS:
@@ -90,9 +90,9 @@ def _products_by_blocks(query: Tensor, keys: Tensor, columns: int, codec: Intege
     numbers = query.new_empty((at_once, query.shape[3], slots))
     for first in range(0, heads, at_once):
         block = slice(first, min(first + at_once, heads))
-        of_block = numbers[: block.stop - first]
-        unpack_to(codes[block], codec.bits, of_block)
-        torch.bmm(flat[block], of_block, out=products[block])
+        block_numbers = numbers[: block.stop - first]
+        unpack_to(codes[block], codec.bits, block_numbers)
+        torch.bmm(flat[block], block_numbers, out=products[block])
     return products.unflatten(0, query.shape[:2])
 
 
@@ -116,12 +116,12 @@ def _scaled(products: Tensor, query: Tensor, keys: Tensor, codec: IntegerCodec) 
     scale_bytes = keys.mT[:, :, : GROUP_META_BYTES * num_groups]
     words = scale_bytes[:, :, 1::2].short() << 8 | scale_bytes[:, :, ::2]  # low bytes come first
     scales = words.view(torch.float16).float()
-    of_groups = query.float().split(codec.group_size, -1)
+    group_queries = query.float().split(codec.group_size, -1)
     scores = products[:, :, :rows]
-    for group, of_group in enumerate(of_groups):
+    for group, group_query in enumerate(group_queries):
         lo, step = scales[:, :, 2 * group, None], scales[:, :, 2 * group + 1, None]
         part = products[:, :, group * rows : (group + 1) * rows]
-        part.mul_(step).addcmul_(of_group.sum(-1, keepdim=True), lo)
+        part.mul_(step).addcmul_(group_query.sum(-1, keepdim=True), lo)
         if group:
             scores += part
     return scores

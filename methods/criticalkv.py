@@ -2,8 +2,7 @@
 by attention times the length of what the output projection makes of the value.
 
 What eviction changes of a layer's output is bounded by the evicted tokens' attention times
-|W_O v|_1. The first half sees to it that the kept tokens have most of the attention, which the
-bound needs. The attention is SnapKV's here, one of the paper's three.
+|W_O v|_1, where the kept tokens have most of the attention.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -43,11 +42,11 @@ def output_norms(geometry: Geometry, layer: int, value: Tensor) -> Tensor:
     if value.is_meta:  # shapes alone are asked for, maybe without weights
         return norms
     for head, matrix in enumerate(geometry.output_matrix(layer)):
-        of_kv_head = head // geometry.group
+        kv_head = head // geometry.group
         for start in range(0, value.shape[2], PROMPT_CHUNK):
             tokens = slice(start, start + PROMPT_CHUNK)
-            added = value[:, of_kv_head, tokens].float() @ matrix
-            norms[:, of_kv_head, tokens] += added.abs().sum(-1)
+            added = value[:, kv_head, tokens].float() @ matrix
+            norms[:, kv_head, tokens] += added.abs().sum(-1)
     return norms.div_(geometry.group)
 
 
@@ -58,7 +57,7 @@ class CriticalKVState(SnapKVState):
         self,
         layer: int,
         score: Tensor,
-        of_equals: Tensor | None,
+        tie_score: Tensor | None,
         competes: Tensor,
         stay: Tensor,
         value: Tensor,
@@ -67,7 +66,7 @@ class CriticalKVState(SnapKVState):
         places = floor_frac(method.first_share, stay)
         if method.first_share:
             places = torch.minimum(places.clamp(min=1), stay)
-        chosen = competes & ~lowest_scores(score, competes, competes.sum(-1) - places, of_equals)
+        chosen = competes & ~lowest_scores(score, competes, competes.sum(-1) - places, tie_score)
         attention = score / (method.window * self.geometry.group)
         weighted = (attention + method.epsilon) * output_norms(self.geometry, layer, value)
         return weighted.masked_fill(chosen, INF)
@@ -75,7 +74,8 @@ class CriticalKVState(SnapKVState):
 
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
-    """On SnapKV, whose settings it has. The smoothing is that of the authors' `SnapKVPress`.
+    """SnapKV with a second choice, and with its settings. The smoothing is that of the authors'
+    `SnapKVPress`.
 
     Source: CriticalKV (2025)
     Keeps: as `snapkv`, but half of the places by attention times the length of the projected value

@@ -126,5 +126,5 @@ class DefensiveKV(PromptEvicting):
     state = DefensiveKVState
 
     def _most(self, prompt: int) -> int:
-        """Where the heads of a layer share one budget, a head may keep every token."""
+        """Every token, where the heads of a layer share one budget: a head may keep them."""
         return max(0, prompt - self.safe) if self.heads == "adaptive" else super()._most(prompt)

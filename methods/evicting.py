@@ -10,7 +10,6 @@ score leave. A subclass gives a budget, how many recent tokens are safe, and the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from types import ModuleType
 from typing import ClassVar, Self
 
@@ -108,12 +107,8 @@ class EvictingToBudget(Evicting):
         if not self.always_kept:
             return super().min_budget(counts)
         stay = getattr(self, self.always_kept)
-        require(
-            stay < counts.final,
-            self.always_kept,
-            stay,
-            f"below {counts.final}, the shortest sequence",
-        )
+        below = f"below {counts.final}, the shortest sequence"
+        require(stay < counts.final, self.always_kept, stay, below)
         return share_above(stay, counts.final)
 
     def artifact_budget(self) -> float:
@@ -160,9 +155,8 @@ class EvictingState(State):
         for name, empty in self.slot_tensors.items():
             by_layer = getattr(self, name)
             old = by_layer[layer]
-            new = by_layer[layer] = old.new_full(
-                (*old.shape[:2], capacity + 2, *old.shape[3:]), empty
-            )
+            shape = (*old.shape[:2], capacity + 2, *old.shape[3:])
+            new = by_layer[layer] = old.new_full(shape, empty)
             new[:, :, : kept.shape[-1]] = old.gather(2, _like(kept, old))
         return pad(columns, (0, capacity - columns.shape[-1]), value=-1)
 
@@ -246,11 +240,11 @@ class ScoreState(EvictingState):
         are kept."""
         self.enter(layer, rows)
         positions = rows.positions.masked_fill(~rows.real, -1) if rows.padded else rows.positions
-        kernels = kernels_for(self.tokens[layer])
-        scan = self._scan if kernels is None else partial(self._scan_by_kernels, kernels)
-        return Selection(
-            scan(layer, rows, positions), torch.minimum(rows.positions, self.limits[layer][:, :1])
-        )
+        if kernels := kernels_for(self.tokens[layer]):
+            mask = self._scan_by_kernels(kernels, layer, rows, positions)
+        else:
+            mask = self._scan(layer, rows, positions)
+        return Selection(mask, torch.minimum(rows.positions, self.limits[layer][:, :1]))
 
     def _scan(self, layer: int, rows: QueryRows, positions: Tensor) -> Tensor:
         """The mask of the tokens that each row reads: bool [batch, num_kv_heads, rows, slots].
@@ -271,9 +265,8 @@ class ScoreState(EvictingState):
             tokens, score = held.gather(-1, used), score_of_slots.gather(-1, used)
             scores = scores.gather(-1, used[:, :, None, None].expand(*scores.shape[:4], -1))
         loss = mask_bias(~evicts).unsqueeze(-1).expand(-1, held.shape[1], -1, -1)
-        safe = -mask_bias(
-            tokens.unsqueeze(2) <= (positions - recent)[:, None, :, None]
-        )  # inf for a recent token
+        is_old = tokens.unsqueeze(2) <= (positions - recent)[:, None, :, None]
+        safe = -mask_bias(is_old)  # inf for a recent token
         hidden = mask_bias(tokens != EMPTY)
         victims = torch.empty((num_rows, *held.shape[:2], 1), dtype=torch.int64, device=held.device)
         visible_scores = scores.new_empty((*scores.shape[:3], 1, scores.shape[-1]))
@@ -281,9 +274,9 @@ class ScoreState(EvictingState):
         is_real = rows.real.float().unbind(1)
         hidden_of_head = hidden[:, :, None, None]
         # Parts of all rows at once: an index in the loop takes as long as an operation.
-        of_rows = scores.split(1, 3), safe.unbind(2), loss.unbind(2), victims.unbind(), is_real
-        for of_row, is_safe, lost, victim, real in zip(*of_rows, strict=True):
-            torch.add(of_row, hidden_of_head, out=visible_scores)
+        row_parts = scores.split(1, 3), safe.unbind(2), loss.unbind(2), victims.unbind(), is_real
+        for row_scores, is_safe, lost, victim, real in zip(*row_parts, strict=True):
+            torch.add(row_scores, hidden_of_head, out=visible_scores)
             probs = softmax.weights(visible_scores).squeeze(3)
             if rows.padded:
                 probs = probs * real[:, None, None, None]
@@ -300,9 +293,8 @@ class ScoreState(EvictingState):
         leaves_after = held.new_full((*held.shape[:2], slots + 1), num_rows)
         targets = victim.masked_fill_(~evicts, slots)
         leaves_after.scatter_(-1, targets, order.expand(*held.shape[:2], -1))
-        mask = (held.unsqueeze(2) < rows.positions[:, None, :, None]) & (
-            leaves_after[..., None, :slots] >= order[:, None]
-        )
+        visible = held.unsqueeze(2) < rows.positions[:, None, :, None]
+        mask = visible & (leaves_after[..., None, :slots] >= order[:, None])
         tokens.masked_fill_(hidden == -INF, EMPTY)
         if used is not None:  # what was gathered goes back
             held.scatter_(-1, used, tokens)
@@ -320,32 +312,30 @@ class ScoreState(EvictingState):
         mask = torch.empty((*held.shape[:2], num_rows, slots), dtype=torch.bool, device=held.device)
         for row in range(num_rows):
             torch.lt(held, rows.positions[:, row, None, None], out=mask[:, :, row])
-            of_row = scores[:, :, :, row : row + 1].masked_fill(
-                (held == EMPTY)[:, :, None, None], -INF
-            )
-            probs = softmax.weights(of_row)[:, :, :, 0]
-            self.observe(
-                score[..., :slots],
-                probs * rows.real[:, None, row, None, None] if rows.padded else probs,
-            )
+            is_free = (held == EMPTY)[:, :, None, None]
+            row_scores = scores[:, :, :, row : row + 1].masked_fill(is_free, -INF)
+            probs = softmax.weights(row_scores)[:, :, :, 0]
+            if rows.padded:
+                probs = probs * rows.real[:, None, row, None, None]
+            self.observe(score[..., :slots], probs)
             kernels.evict_least(score, tokens, slots, positions[:, row], self.limits[layer])
         return mask
 
 
 def lowest_scores(
-    score: Tensor, competes: Tensor, count: Tensor, of_equals: Tensor | None = None
+    score: Tensor, competes: Tensor, count: Tensor, tie_score: Tensor | None = None
 ) -> Tensor:
     """Mask of the `count` tokens of the least `score` among those that compete.
 
-    Of equal ones those of the least `of_equals`, if given, and then the earlier.
-    score, competes, of_equals: [batch, num_kv_heads, tokens], oldest first; count: int [batch,
+    Of equal ones those of the least `tie_score`, if given, and then the earlier.
+    score, competes, tie_score: [batch, num_kv_heads, tokens], oldest first; count: int [batch,
     num_kv_heads or 1].
     """
     score = score.masked_fill(~competes, INF)
-    if of_equals is None:
+    if tie_score is None:
         ascending = score.argsort(dim=-1, stable=True)
     else:
-        second = of_equals.argsort(dim=-1, stable=True)
+        second = tie_score.argsort(dim=-1, stable=True)
         ascending = second.gather(-1, score.gather(-1, second).argsort(dim=-1, stable=True))
     first = torch.arange(score.shape[-1], device=score.device) < count.unsqueeze(-1)
     return torch.zeros_like(competes).scatter_(-1, ascending, first.expand_as(competes))

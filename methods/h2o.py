@@ -1,9 +1,5 @@
 """H2O (Zhang et al., NeurIPS 2023): keep the tokens with the largest accumulated attention, and the
-most recent.
-
-A token competes with its whole history as soon as it is no longer recent, as in H2O's own rule. The
-InfiniGen artifact drops new tokens from the heavy set at once, which recalls less attention
-(docs/methods.md).
+most recent. A token competes with its whole history as soon as it is no longer recent.
 
 The rule, and where it differs (made into docs/methods.md):
 

@@ -62,7 +62,6 @@ from methods.base import (
     require,
 )
 from methods.compiled import kernels_for
-from methods.extras import Calibrates
 from methods.projection import BITS_MEANING, INDEX_BITS, ProjectedState, right_vectors
 from methods.selection import Selecting, SelectingBy, at_least, hide, largest
 from methods.settings import Allowed, least, one_of, setting, share
@@ -97,9 +96,8 @@ def choose_columns(
     weight = real[:, None, :, None].to(key.dtype)
     grouped = query.reshape(batch, num_kv_heads, -1, head_dim)
     in_basis = (grouped @ basis).abs().view(batch, num_kv_heads, -1, prompt, head_dim)
-    by_query = (
-        (in_basis * weight.unsqueeze(2)).sum(3, dtype=torch.float32).mean(2)
-    )  # [batch, kv, head_dim]
+    in_basis = in_basis * weight.unsqueeze(2)
+    by_query = in_basis.sum(3, dtype=torch.float32).mean(2)  # [batch, kv, head_dim]
     by_key = ((key @ basis).abs() * weight).sum(2, dtype=torch.float32)
     wanted = method.num_columns(head_dim)
     if method.columns == "union":
@@ -131,9 +129,8 @@ class InfiniGenState(ProjectedState):
         is dropped."""
         measured = self.measured.pop(layer, None)
         if measured is None:
-            basis = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(
-                key.shape[1], -1, -1
-            )
+            identity = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
+            basis = identity.expand(key.shape[1], -1, -1)
         else:
             basis = measured["rotation"].to(key)
         return choose_columns(query, key, rows.real, basis, self.method).unsqueeze(1)
@@ -208,6 +205,15 @@ class Capped(Method):
         frac, least, whole = self.limits(cached, final)
         return torch.minimum(floor_frac(frac, whole).clamp(min=least), cached)
 
+    def best(self, values: Tensor, cached: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask of the largest values, as many as the cap says, and their number, fp64 [batch,
+        rows]."""
+        if kernels := kernels_for(values):
+            frac, least, whole = self.limits(cached, final)
+            return kernels.largest(values, frac=frac, least=least, whole=whole, cached=cached)
+        count = self.cap(cached, final)
+        return largest(values, count), count.double()
+
 
 @dataclass(frozen=True)
 class ScoreSelecting(Capped, Selecting):
@@ -223,16 +229,10 @@ class ScoreSelecting(Capped, Selecting):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_scale = self.group == "best" or self._counts_by_cap
-        alpha_given = self.alpha is not None
-        require(
-            one_scale or not alpha_given,
-            "alpha",
-            self.alpha,
-            f"inf with group={self.group}, or set group=best",
-        )
-        require(
-            one_scale, "group", self.group, "best, the distance that alpha bounds; or set alpha=inf"
-        )
+        by_group = f"inf with group={self.group}, or set group=best"
+        require(one_scale or self.alpha is None, "alpha", self.alpha, by_group)
+        by_alpha = "best, the distance that alpha bounds; or set alpha=inf"
+        require(one_scale, "group", self.group, by_alpha)
 
     @property
     def _counts_by_cap(self) -> bool:
@@ -275,10 +275,8 @@ class ScoreSelecting(Capped, Selecting):
                 relative, within = kernels.relative(scores, rows, alpha)
             within = None if self._counts_by_cap else within
             frac, least, whole = self.limits(cached, final)
-            mask, num_read = kernels.largest(
-                relative, within, order, frac=frac, least=least, whole=whole, cached=cached
-            )
-            return Selection(mask, num_read)
+            sizes = {"frac": frac, "least": least, "whole": whole, "cached": cached}
+            return Selection(*kernels.largest(relative, within, order, **sizes))
         hide(scores, rows)
         count, relative = self.cap(cached, final), None
         if not self._counts_by_cap:
@@ -295,7 +293,7 @@ class ScoreSelecting(Capped, Selecting):
 
 
 @dataclass(frozen=True)
-class InfiniGen(Calibrates, ScoreSelecting, SelectingBy):
+class InfiniGen(ScoreSelecting, SelectingBy):
     """InfiniGen's settings beside the count rule's; defaults are the paper's (section 5.1).
 
     Source: InfiniGen (OSDI 2024)

@@ -47,10 +47,9 @@ from torch import Tensor
 from methods.base import Calibration, Geometry, PromptRows, QueryRows, Selection
 from methods.codecs.integers import IntegerCodec
 from methods.compiled import kernels_for
-from methods.extras import Calibrates
 from methods.infinigen import Capped, ScoreSelecting, by_layer
 from methods.projection import BITS_MEANING, INDEX_BITS, ProjectedState, tokens_of
-from methods.sampling import lasting_numbers, log_weights, sampled
+from methods.sampling import log_weights, ranked
 from methods.selection import ChoosingBy, hide, summed_probs
 from methods.settings import least, one_of, setting, share
 
@@ -67,7 +66,7 @@ TIE = 1e-9
 
 
 @dataclass(frozen=True)
-class BalancedIndex(Calibrates, ChoosingBy):
+class BalancedIndex(ChoosingBy):
     """Settings of the index."""
 
     partial_weight_ratio: float = setting(
@@ -92,7 +91,7 @@ class BalancedIndex(Calibrates, ChoosingBy):
     def calibrate(
         self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
     ) -> Calibration:
-        """As `moments`, without the batch."""
+        """Moments of one layer, as `moments` without the batch."""
         real = torch.ones_like(key[:1, :, 0], dtype=torch.bool)
         return {name: found[0] for name, found in moments(query[None], key[None], real).items()}
 
@@ -154,10 +153,10 @@ class InfiniGen2State(ProjectedState):
 
     def index_size(self, layer: int) -> tuple[float, float]:
         """The partial keys, the projection, and the mean that its coded index takes off."""
-        of_token, once = super().index_size(layer)
+        token_size, once = super().index_size(layer)
         if layer in self.centre:
             once += tokens_of(self.centre[layer][0, 0], self.geometry)
-        return of_token, once
+        return token_size, once
 
     def times(self, rows: Tensor, side: Tensor) -> Tensor:
         if self.projection_codec is None:
@@ -214,29 +213,23 @@ class SampledRest(Capped):
         final: Tensor,
         distances: Tensor | None = None,
     ) -> Selection:
-        """As many tokens as the cap says, and the logarithms of their weights as a bias.
+        """A sample of as many tokens as the cap says, and the logarithms of their weights as a
+        bias.
 
         scores: as for `ScoreSelecting.choose`; final: int [batch], T. distances: factors of the
         tokens' score, as `coded_distances` codes them, [batch, num_kv_heads, slots]; None: all are
         1. The layer decides the random numbers.
         """
-        cached = rows.positions
         if kernels := kernels_for(scores):
             score = kernels.summed_probs(scores, rows, distances)
-            ranked = kernels.ranked(score, rows, self.seed, layer)
-            frac, least, whole = self.limits(cached, final)
-            mask, num_read = kernels.largest(
-                ranked, None, None, frac=frac, least=least, whole=whole, cached=cached
-            )
-            return Selection(mask, num_read, bias=log_weights(score, ranked, mask).unsqueeze(2))
-        hide(scores, rows)
-        score = summed_probs(scores)
-        if distances is not None:
-            score *= decoded_distances(distances).unsqueeze(2)
-        numbers = lasting_numbers(self.seed, layer, rows, score.shape[1])
-        count = self.cap(cached, final)
-        sample = sampled(score, numbers, count)
-        return Selection(sample.mask, count.double(), bias=sample.log_weights.unsqueeze(2))
+        else:
+            hide(scores, rows)
+            score = summed_probs(scores)
+            if distances is not None:
+                score *= decoded_distances(distances).unsqueeze(2)
+        ranks = ranked(score, self.seed, layer, rows)
+        mask, num_read = self.best(ranks, rows.positions, final)
+        return Selection(mask, num_read, bias=log_weights(score, ranks, mask).unsqueeze(2))
 
 
 class InfiniGen2SampledState(InfiniGen2State):
@@ -280,10 +273,10 @@ class InfiniGen2SampledState(InfiniGen2State):
     def index_size(self, layer: int) -> tuple[float, float]:
         """The index, a byte a token, and the mean value, which a row's own value is compared
         with."""
-        of_token, once = super().index_size(layer)
-        of_byte = 1 / (2 * self.geometry.elements)
+        token_size, once = super().index_size(layer)
+        byte_size = 1 / (2 * self.geometry.elements)
         mean = tokens_of(self.mean_value[layer][0, 0], self.geometry)
-        return of_token + of_byte, once + mean
+        return token_size + byte_size, once + mean
 
 
 def coded_distances(distances: Tensor) -> Tensor:
@@ -294,7 +287,7 @@ def coded_distances(distances: Tensor) -> Tensor:
 
 
 def decoded_distances(codes: Tensor) -> Tensor:
-    """What `coded_distances` coded, times 2^16, so that none is below 1: fp32."""
+    """Distances that `coded_distances` coded, times 2^16, so that none is below 1: fp32."""
     return codes.float().div_(STEPS_OF_TWO).exp2_()
 
 
@@ -327,18 +320,18 @@ def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
     num_real = real.sum(-1)[:, None, None, None].double()
     is_real = real[:, None, :, None]
     mean = (key * is_real).sum(2, keepdim=True, dtype=torch.float64) / num_real
-    of_query = key.new_zeros((batch, num_kv_heads, head_dim, head_dim), dtype=torch.float64)
-    of_key = torch.zeros_like(of_query)
+    query_moment = key.new_zeros((batch, num_kv_heads, head_dim, head_dim), dtype=torch.float64)
+    key_moment = torch.zeros_like(query_moment)
     at_once = max(1, MOMENT_TOKENS // batch)
     for first in range(0, tokens, at_once):
         part = slice(first, first + at_once)
         queries = query[:, :, part].double() * is_real[:, :, part]
         queries = queries.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
         centred = (key[:, :, part].double() - mean) * is_real[:, :, part]
-        of_query += queries.mT @ queries
-        of_key += centred.mT @ centred
+        query_moment += queries.mT @ queries
+        key_moment += centred.mT @ centred
     group = query.shape[1] // num_kv_heads
-    return {"query": of_query / (num_real * group), "key": of_key / num_real}
+    return {"query": query_moment / (num_real * group), "key": key_moment / num_real}
 
 
 def balanced(
@@ -362,11 +355,11 @@ def balanced(
     images = between @ strongest  # P S
     strength = images.norm(dim=-2, keepdim=True)
     if white_keys:
-        of_query, of_key = right @ strongest, left @ images / strength.square()
+        query_side, key_side = right @ strongest, left @ images / strength.square()
     else:
-        of_query = right @ strongest / strength.sqrt()
-        of_key = left @ images / strength.pow(1.5)
-    return torch.stack([of_query, of_key], -4)
+        query_side = right @ strongest / strength.sqrt()
+        key_side = left @ images / strength.pow(1.5)
+    return torch.stack([query_side, key_side], -4)
 
 
 def eigenvectors(matrices: Tensor) -> Tensor:
@@ -402,7 +395,7 @@ def mixing(columns: int, device: torch.device) -> Tensor:
     return waves / waves.norm(dim=1, keepdim=True)
 
 
-def fitted_query_side(known: Sequence[Mapping[str, Tensor]], of_key: Tensor) -> Tensor:
+def fitted_query_side(known: Sequence[Mapping[str, Tensor]], key_side: Tensor) -> Tensor:
     """The best W_q for a given W_k, both [batch, num_kv_heads, head_dim, columns], fp64:
     C W_k (W_k^T C W_k)^-1 with C = Cov(k), by the sum of the `known` moments.
 
@@ -410,7 +403,7 @@ def fitted_query_side(known: Sequence[Mapping[str, Tensor]], of_key: Tensor) -> 
     W_q^T query . W_k^T key is that of query . key, whatever the query.
     """
     factor = _factor(reduce(torch.add, (measured["key"].double() for measured in known)))
-    index = factor.mT @ of_key.double()
+    index = factor.mT @ key_side.double()
     # Codes may be so coarse that two columns are one.
     ridge = TIE * (index * index).sum(-2).mean(-1)[..., None, None]
     identity = torch.eye(index.shape[-1], dtype=index.dtype, device=index.device)
@@ -435,7 +428,7 @@ def coded_product(rows: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
     """
     kernels = kernels_for(rows)
     if kernels and rows.shape[2] <= kernels.MOST_ROWS:
-        return kernels.coded_product(rows, side, codec)
+        return kernels.coded_product(rows, side, codec.bits, codec.group_size)
     codes, lo, step = codec.unpack(side, codec.group_size, torch.float32)
     lo, step = lo.squeeze(-1).float(), step.squeeze(-1).float()
     rows = rows.float()

@@ -29,7 +29,6 @@ from methods.base import (
 )
 from methods.compiled import kernels_for
 from methods.evicting import EvictingState
-from methods.extras import ReplayOnly
 from methods.infinigen import InfiniGen, InfiniGenState
 from methods.settings import least, one_of, setting, share
 
@@ -72,10 +71,10 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
         super().start(calibration)
         method, final = self.method, self.lengths.final
         self.simulates = method.eviction == "artifact"
-        by_share = method.pool_tokens is None
-        self.capacities = (
-            floor_frac(method.pool_frac, final) if by_share else final.clamp(max=method.pool_tokens)
-        )
+        if method.pool_tokens is None:
+            self.capacities = floor_frac(method.pool_frac, final)
+        else:
+            self.capacities = final.clamp(max=method.pool_tokens)
         self.unprotected = floor_frac(1 - method.protect_recent, self.capacities).clamp(min=1)
         least = f"larger, to hold at least 1 of {int(final.min())} tokens"
         require(bool((self.capacities >= 1).all()), "pool_frac", method.pool_frac, least)
@@ -107,12 +106,8 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
         for row in range(scores.shape[3]):
             by_age = held.sort(-1)
             this = slice(row, row + 1)
-            one = replace(
-                rows,
-                positions=rows.positions[:, this],
-                real=rows.real[:, this],
-                own_slots=own[..., this],
-            )
+            positions, real = rows.positions[:, this], rows.real[:, this]
+            one = replace(rows, positions=positions, real=real, own_slots=own[..., this])
             # Live slots are reused; ties go to the lowest token.
             chosen = self.method.choose(
                 scores[:, :, :, this],
@@ -140,10 +135,8 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
         """
         slots, positions, tokens = mask.shape[-1], row.positions[:, 0], self.tokens[layer]
         if row.padded:
-            mask, positions = (
-                mask & row.real[:, :, None],
-                positions.masked_fill(~row.real[:, 0], -1),
-            )
+            mask = mask & row.real[:, :, None]
+            positions = positions.masked_fill(~row.real[:, 0], -1)
         kernels = kernels_for(tokens)
         if kernels is not None and not self.simulates:
             data = tokens, self.fetches[layer], self.last_fetch[layer]
@@ -158,14 +151,12 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
         torch.where(mask, position.int(), last_fetch, out=last_fetch)
         if not self.simulates:
             fetches >>= (fetches >= SATURATED).any(-1, keepdim=True).int()
-        score = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[
-            self.method.pool_policy
-        ]
+        policy = self.method.pool_policy
+        scores = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}
+        score = scores[policy]
         if self.simulates:
             seen = row.slot_positions.expand(score.shape)
-            leaving = artifact_victim(
-                seen, self.method.pool_policy, score, self.capacities, position
-            )
+            leaving = artifact_victim(seen, policy, score, self.capacities, position)
         else:
             held = tokens[..., :slots]
             rank = (self.unprotected.clamp(max=slots) - 1)[:, None, None].expand(*held.shape[:2], 1)
@@ -186,11 +177,8 @@ def artifact_victim(
     """
     if policy == "fifo":
         return (positions == position - capacities[:, None, None]).int().argmax(-1, keepdim=True)
-    return (
-        _order(score, positions)
-        .masked_fill(positions >= position // 2, NEVER)
-        .argmin(-1, keepdim=True)
-    )
+    order = _order(score, positions).masked_fill(positions >= position // 2, NEVER)
+    return order.argmin(-1, keepdim=True)
 
 
 def _order(score: Tensor, positions: Tensor) -> Tensor:
@@ -199,7 +187,7 @@ def _order(score: Tensor, positions: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class InfiniGenPool(ReplayOnly, InfiniGen):
+class InfiniGenPool(InfiniGen):
     """InfiniGen whose pool of each layer, sequence and KV head has a limit: `pool_tokens`, else
     `pool_frac`. `InfiniGenPoolState` says which token leaves a full pool.
 

@@ -1,15 +1,9 @@
 """Kascade (Deshmukh et al., 2025, arXiv 2512.16391): a few anchor layers choose tokens for the
 layers behind them.
 
-An anchor computes the attention weights on all keys, adds them up over each group of query heads,
-and chooses each KV head's best tokens; it attends to these alone (layer 0 to all). A layer between
-two anchors reads what the last anchor chose: each of its KV heads takes the set of the anchor's
-head that is most similar on the calibration text.
-
 Similarity of head h of layer l to head g of layer a: the attention of h on the best tokens of g,
 over that on its own best tokens; mean over rows. Of all anchors, those are taken that make the sum
-over layers, mean over heads, of the similarity to the best head of the layer's anchor largest. A
-dynamic program finds them.
+over layers, mean over heads, of the similarity to the best head of the layer's anchor largest.
 
 Official code: github.com/microsoft/kascade, `src/strategies/DecodeOnlyKascadeStrategy.py` (the
 choice) and `src/runners/stats_runner.py` (similarity, anchors, heads).
@@ -48,14 +42,15 @@ from methods.base import (
     Calibration,
     Geometry,
     Lengths,
+    Method,
     QueryRows,
     Selection,
+    State,
     TokenCounts,
     When,
     floor_frac,
     require,
 )
-from methods.extras import Calibrates, HandsOn
 from methods.selection import largest
 from methods.settings import least, setting, share
 
@@ -69,7 +64,7 @@ UNSEEN = torch.finfo(torch.float32).min / 2
 becomes 0."""
 
 
-class KascadeState(HandsOn):
+class KascadeState(State):
     """chosen: by slot of the row's current token, what the last anchor chose for that row, bool
     [batch, num_kv_heads, slots].
 
@@ -99,15 +94,12 @@ class KascadeState(HandsOn):
         count = self.method.num_chosen(rows.positions)
         if layer in self.heads:
             self.last = layer
-            masks = [
-                pad(self.chosen[slot], (0, num_slots - self.chosen[slot].shape[-1])) for slot in own
-            ]
+            chosen = [self.chosen[slot] for slot in own]
+            masks = [pad(mask, (0, num_slots - mask.shape[-1])) for mask in chosen]
             return Selection(torch.stack(masks, 2).index_select(1, self.heads[layer]), count)
         weights = self.geometry.softmax(layer).weights(rows.true_scores().clone()).sum(2)
         mask = largest(weights.masked_fill_(~rows.visible(), -math.inf), count)
-        if (
-            self.last != layer
-        ):  # the first block of rows: what was chosen for earlier rows is no longer needed
+        if self.last != layer:  # the first block: earlier rows need their choice no longer
             self.chosen = {}
         self.last = layer
         if layer + 1 in self.heads:
@@ -117,7 +109,7 @@ class KascadeState(HandsOn):
 
 
 @dataclass(frozen=True)
-class Kascade(Calibrates):
+class Kascade(Method):
     """Anchors read every token. Other layers read max(`min_tokens`, floor(`budget` * cached)).
     The first layer under the method always is an anchor.
 
@@ -144,8 +136,8 @@ class Kascade(Calibrates):
         require(rising, "anchors", self.anchors, "a list of layers >= 0, or null")
 
     def is_anchor(self, layer: int) -> bool:
-        """Without `anchors` the first `num_anchors` layers stand for those that the calibration
-        will choose."""
+        """True for an anchor. Without `anchors` the first `num_anchors` layers stand for those that
+        the calibration will choose."""
         first = self.dense_layers
         others = range(first, first + self.num_anchors) if self.anchors is None else self.anchors
         return layer == first or layer in others
@@ -160,9 +152,8 @@ class Kascade(Calibrates):
         num_kv_heads, num_kv_heads], 0 for later layers. best: int [num_kv_heads, rows, n], each
         row's best tokens."""
         num_tokens, layer = key.shape[1], len(earlier)
-        rows = torch.linspace(
-            num_tokens // 2, num_tokens - 1, min(NUM_ROWS, num_tokens - num_tokens // 2)
-        ).long()
+        first, last = num_tokens // 2, num_tokens - 1
+        rows = torch.linspace(first, last, min(NUM_ROWS, num_tokens - first)).long()
         softmax = geometry.softmax(layer)
         scores = softmax.scores(query[None, :, rows.to(query.device)], key[None])
         # The current token does not compete: every row reads it.
@@ -181,8 +172,9 @@ class Kascade(Calibrates):
     def settled(self, calibration: Calibration) -> Self:
         if self.anchors is not None:
             return self
-        of_layers = calibration["similarity"].amax(-1).mean(-1).tolist()
-        return replace(self, anchors=best_anchors(of_layers, self.dense_layers, self.num_anchors))
+        similarities = calibration["similarity"].amax(-1).mean(-1).tolist()
+        anchors = best_anchors(similarities, self.dense_layers, self.num_anchors)
+        return replace(self, anchors=anchors)
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         last = geometry.num_layers - 1
@@ -203,9 +195,8 @@ class Kascade(Calibrates):
 
     def num_chosen(self, positions: Tensor) -> Tensor:
         """Tokens that an anchor chooses for rows at `positions`, int alike."""
-        return torch.minimum(
-            floor_frac(self.budget, positions).clamp(min=self.min_tokens), positions
-        )
+        wanted = floor_frac(self.budget, positions).clamp(min=self.min_tokens)
+        return torch.minimum(wanted, positions)
 
 
 def best_anchors(similarity: Sequence[Sequence[float]], first: int, number: int) -> tuple[int, ...]:

@@ -18,13 +18,18 @@ can be repeated.
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, make_dataclass
 from fractions import Fraction
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,36 +45,143 @@ from methods.base import (
     TokenCounts,
     require,
 )
-from methods.extras import NeedsInputs
-from methods.presses import (
-    ATTENTIONS,
-    KEYS_AND_VALUES,
-    PACKAGE,
-    REFUSED,
-    SHARING,
-    USING_OUTPUT,
-    ByNumber,
-    Part,
-    PressedSequence,
-    allowed,
-    gives_scores,
-    lent,
-    loads_more,
-    of_sequence,
-    parameters_of,
-    presses_installed,
-    query_of,
-    repeatable,
-    version_installed,
-    wrapping,
-    wraps_another,
-)
 from methods.prompt_evicting import EvictingOnce, PromptEvictingState
 
+PACKAGE = "kvpress"
+INSTALL = "pip install --no-deps kvpress==0.5.5 cachetools fire termcolor"
+"""kvpress asks for transformers < 5.3, and works as it is used here with later versions."""
+KEYS_AND_VALUES = {
+    "CURPress",
+    "KeyDiffPress",
+    "KnormPress",
+    "LagKVPress",
+    "RandomPress",
+    "StreamingLLMPress",
+}
+"""Presses that score by keys and values alone, so that they go with any model."""
+ATTENTIONS = {"ObservedAttentionPress"}
+"""Presses that need the attention weights of all rows of the prompt, but no module."""
+SHARING = {"AdaKVPress", "CriticalAdaKVPress"}
+"""Presses that let the KV heads of a layer share its budget, and name the evicted tokens on the
+module."""
+MOVING = {"BlockPress", "ChunkPress", "EntropyGatedChunkKVPress"}
+"""Presses that choose by another press's scores in a way of their own, and return the keys that
+stay."""
+USING_OUTPUT = {"CriticalKVPress", "CriticalAdaKVPress"}
+"""Presses that read the weights of the module's output projection."""
+REFUSED = {
+    **dict.fromkeys(("BasePress", "ScorerPress"), "is the base of other presses"),
+    **dict.fromkeys(("CompressionRatioDecodingPress", "DecodingPress", "PrefillDecodingPress"),
+        "evicts during decoding, and here a press evicts after the prompt"),
+    "CAMPress": "merges values of tokens during decoding, and here a press evicts after the prompt",
+    "ChunkKVPress": "keeps whole chunks of unequal lengths, so its data decide how many tokens it "
+    "keeps; kvpress:EntropyGatedChunkKVPress:... keeps a fixed number",
+    "ComposedPress": "runs several presses one after another; choose one of them",
+    "DMSPress": "keeps what is above a threshold, so its data decide how many tokens it keeps",
+    "DuoAttentionPress": "needs patterns of heads from the network; method=duo measures them",
+    "ExpectedAttentionStatsPress": "needs statistics of the model's queries from the hub",
+    "FastKVzipPress": "needs trained gates from the hub",
+    "FinchPress": "needs a mark between context and question in the prompt",
+    "KVComposePress": "runs the model over the prompt again by itself",
+    "KVgradPress": "runs the model over the prompt again by itself, with gradients",
+    "KVzapPress": "needs a trained model from the hub",
+    "KVzipPress": "runs the model over the prompt again by itself; method=kvzip does so here",
+    "KeyRerotationPress": "changes the keys of tokens that stay",
+    "LUKVPress": "needs curves of budgets from the network",
+    "MergingPress": "changes the values of tokens that stay",
+    "PerLayerCompressionPress": "has a ratio for each layer instead of one size",
+    "QFilterPress": "needs trained filters from the hub",
+    "RestoreKVPress": "needs trained weights from the hub",
+    "SimLayerKVPress": "keeps all tokens of some layers, so its data decide how many tokens it "
+    "keeps",
+    "ThinKPress": "removes channels of keys, and no token",
+}  # fmt: skip
+"""Presses that are no method here, and why."""
 FROM_ZERO = ("sink", "seed")
 """Words in the names of whole numbers that may be 0."""
 SAME_QUERY = 0.999
 """Least cosine between a query as kvpress makes it from the module and the model's own."""
+
+
+# The presses that there are
+
+
+def allowed() -> list[str]:
+    """The names of presses that can be methods, those that wrap another one included."""
+    presses = presses_installed()
+    scoring = [name for name, cls in presses.items() if gives_scores(cls) and not loads_more(cls)]
+    return sorted({*scoring, *wrapping()} - REFUSED.keys())
+
+
+class Part(NamedTuple):
+    """A press of a choice. settings: its parameters, each with the method's setting for it."""
+
+    cls: type
+    settings: tuple[tuple[str, str], ...]
+
+
+@cache
+def presses_installed() -> dict[str, type]:
+    """The presses of the installed kvpress by name. Raises ValueError where it cannot be
+    imported."""
+    try:
+        package = _imported()
+        version_installed()
+    except ImportError as error:
+        missing = f"the Python package {error.name or PACKAGE}, which is not installed"
+        raise ValueError(f"needs {missing}: {INSTALL}") from error
+    classes = {name: cls for name, cls in vars(package).items() if inspect.isclass(cls)}
+    return {name: cls for name, cls in classes.items() if issubclass(cls, package.BasePress)}
+
+
+def _imported() -> ModuleType:
+    """kvpress, without what its import does to transformers: it wraps every attention function, so
+    that keys are masked which a press has marked on a module. Nothing here attends by them, and a
+    wrapped one writes to every module."""
+    if PACKAGE in sys.modules:  # the user's own import stays as it is
+        return importlib.import_module(PACKAGE)
+    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    before = dict(functions.items())
+    package = importlib.import_module(PACKAGE)
+    for name, function in before.items():
+        if functions[name] is not function:
+            del functions[name]  # the wrapper, which hides the registered function
+        if functions.get(name) is not function:
+            functions[name] = function
+    return package
+
+
+@cache
+def version_installed() -> str:
+    return metadata.version(PACKAGE)
+
+
+def gives_scores(cls: type) -> bool:
+    return issubclass(cls, presses_installed()["ScorerPress"])
+
+
+def loads_more(cls: type) -> bool:
+    """True if the press takes more from a model than its layers, such as weights of its own from
+    the hub."""
+    return cls.post_init_from_model is not presses_installed()["BasePress"].post_init_from_model  # type: ignore[attr-defined]
+
+
+def wraps_another(cls: type) -> bool:
+    return cls.__name__ in SHARING | MOVING | USING_OUTPUT
+
+
+def wrapping() -> list[str]:
+    return [name for name, cls in presses_installed().items() if wraps_another(cls)]
+
+
+def parameters_of(cls: type) -> dict[str, tuple[Any, Any]]:
+    """The settings of a press: type and default by name. Its ratio and the press that it wraps are
+    none of them."""
+    found = {}
+    for name, parameter in inspect.signature(cls, eval_str=True).parameters.items():
+        if name not in ("compression_ratio", "press") and not name.startswith("_"):
+            found[name] = parameter.annotation, parameter.default
+    return found
 
 
 # From a choice to a method
@@ -83,30 +195,27 @@ def press_class(choice: str) -> type[KvPress]:
     ValueError for a press that does not exist, that cannot be a method, or that lacks a press to
     wrap, and without kvpress.
     """
-    presses = presses_installed()
-    names = choice.split(":")
-    unknown = [name for name in names if name not in presses and name not in REFUSED]
-    if unknown:
-        version, names_allowed = version_installed(), ", ".join(allowed())
-        raise ValueError(f"kvpress {version} has no press {unknown[0]}; allowed: {names_allowed}")
+    presses, names = presses_installed(), choice.split(":")
+    names_allowed = ", ".join(allowed())
     for name in names:
         if name in REFUSED:
             raise ValueError(f"{name} {REFUSED[name]}")
+        if name not in presses:
+            version = version_installed()
+            raise ValueError(f"kvpress {version} has no press {name}; allowed: {names_allowed}")
     *wrappers, last = names
     for name in wrappers:
         if not wraps_another(presses[name]):
-            raise ValueError(
-                f"{name} wraps no other press; allowed before `:`: {', '.join(wrapping())}"
-            )
+            allowed_here = ", ".join(wrapping())
+            raise ValueError(f"{name} wraps no other press; allowed before `:`: {allowed_here}")
     for name in wrappers[1:]:
         if not gives_scores(presses[name]):
             raise ValueError(f"{name} gives no scores, so that no other press wraps it")
     if wraps_another(presses[last]):
         raise ValueError(f"{last} wraps another press; name it, as in kvpress:{choice}:SnapKVPress")
     if not gives_scores(presses[last]) or loads_more(presses[last]):
-        raise ValueError(
-            f"{last} gives no scores, or needs more than the model; allowed: {', '.join(allowed())}"
-        )
+        needs = "gives no scores, or needs more than the model"
+        raise ValueError(f"{last} {needs}; allowed: {names_allowed}")
 
     parts: list[Part] = []
     settings: dict[str, tuple[Any, Any]] = {}
@@ -114,9 +223,7 @@ def press_class(choice: str) -> type[KvPress]:
         own = []
         for parameter, (hint, default) in parameters_of(presses[name]).items():
             setting = parameter
-            while (
-                setting in settings
-            ):  # a press and the one that it wraps have a setting of the same name
+            while setting in settings:  # a press and the one that it wraps may name one alike
                 setting = f"press_{setting}"
             settings[setting] = hint, default
             own.append((parameter, setting))
@@ -128,13 +235,12 @@ def press_class(choice: str) -> type[KvPress]:
         "name": f"{PACKAGE}:{choice}",
         "title": f"{PACKAGE}: {' of '.join(titles)}",
         "parts": tuple(parts),
+        "needs_inputs": len(parts) > 1 or last not in KEYS_AND_VALUES | ATTENTIONS,
         "state": ScoringState if gives_scores(presses[names[0]]) else ChoosingState,
     }
     made = [("version", str, field(default=version_installed()))]
     made += [(name, hint, field(default=default)) for name, (hint, default) in settings.items()]
-    needs_inputs = len(parts) > 1 or last not in KEYS_AND_VALUES | ATTENTIONS
-    bases = (KvPress, NeedsInputs) if needs_inputs else (KvPress,)
-    cls = make_dataclass(choice, made, bases=bases, namespace=namespace, frozen=True)
+    cls = make_dataclass(choice, made, bases=(KvPress,), namespace=namespace, frozen=True)
     cls.__qualname__ = choice
     return cls
 
@@ -163,12 +269,8 @@ class KvPress(EvictingOnce):
     def __post_init__(self) -> None:
         super().__post_init__()
         version: str = self.version  # type: ignore[attr-defined]
-        require(
-            version == version_installed(),
-            "version",
-            version,
-            f"{version_installed()}, which is installed",
-        )
+        installed = version_installed()
+        require(version == installed, "version", version, f"{installed}, which is installed")
         for part in self.parts:
             for parameter, setting in part.settings:
                 self._check_range(parameter, setting)
@@ -214,9 +316,8 @@ class KvPress(EvictingOnce):
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         super().check(geometry, lengths)
         if geometry.values_in_keys:
-            raise self.refuse(
-                "presses know no latent attention, whose keys hold the values as well"
-            )
+            why = "presses know no latent attention, whose keys hold the values as well"
+            raise self.refuse(why)
 
     def check_inputs(self, inputs: LayerInputs, query: Tensor) -> None:
         """ValueError where the press would make other queries from the module than the model does,
@@ -230,14 +331,13 @@ class KvPress(EvictingOnce):
             return
         try:
             made = query_of(inputs)
-            alike = made.shape == query.shape and float(
-                cosine_similarity(made, query.float(), dim=-1).min()
-            )
+            cosine = 0.0
+            if made.shape == query.shape:
+                cosine = float(cosine_similarity(made, query.float(), dim=-1).min())
         except Exception as error:
-            raise self.refuse(
-                f"makes no queries from {type(inputs.module).__name__} ({_reason(error)})"
-            ) from error
-        if not alike >= SAME_QUERY:
+            module = type(inputs.module).__name__
+            raise self.refuse(f"makes no queries from {module} ({_reason(error)})") from error
+        if not cosine >= SAME_QUERY:
             module = type(inputs.module).__name__
             raise self.refuse(f"makes other queries than {module}, which kvpress does not know")
 
@@ -249,8 +349,8 @@ class KvPress(EvictingOnce):
         return 1 - (super().budget_in_tokens(prompt) + 1e-4) / prompt
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:
-        """Of PyramidKV's press the number of each layer, by its own formula in exact fractions:
-        their mean is exact."""
+        """Number of tokens in each layer, of PyramidKV's press by its own formula in exact
+        fractions: their mean is exact."""
         press = self.press()
         if not hasattr(press, "get_layer_budget") or num_layers == 1:
             return super().shares(prompt, num_layers)
@@ -295,6 +395,113 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
+# What a press is given
+
+
+def query_of(inputs: LayerInputs) -> Tensor:
+    """The queries that presses make of a module's input, after positions, fp32."""
+    utils = importlib.import_module(f"{PACKAGE}.utils")
+    query = utils.get_prerope_query_states(inputs.module, inputs.hidden).float()
+    if inputs.position_embeddings is None:
+        raise ValueError("it is given no position embeddings")
+    cos, sin = (part.float().unsqueeze(1) for part in inputs.position_embeddings)
+    half = query.shape[-1] // 2
+    turned = torch.cat((-query[..., half:], query[..., :half]), -1)
+    return query * cos + turned * sin
+
+
+class PressedSequence(NamedTuple):
+    """One sequence of a batch in a layer, without its padding: what a press is asked about.
+
+    at: the sequence; first: the column of its first token. inputs: of the layer's module; None
+    where it is not needed. keys, values: [1, num_kv_heads, tokens, head_dim]. attentions: [1,
+    heads, tokens, tokens]; None likewise.
+    """
+
+    layer: int
+    at: int
+    first: int
+    inputs: LayerInputs | None
+    keys: Tensor
+    values: Tensor
+    attentions: Tensor | None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Arguments of a press's `score` and `compress`."""
+        if self.inputs is None:
+            return None, None, self.keys, self.values, self.attentions, {}
+        module, hidden, embeddings, _ = self.inputs
+        kwargs = {"hidden_states": hidden, "position_embeddings": embeddings}
+        return module, hidden, self.keys, self.values, self.attentions, kwargs
+
+
+class ByNumber:
+    """A press that is given the numbers of tokens in the place of their keys and values."""
+
+    def __init__(self, press: Any, keys: Tensor, values: Tensor) -> None:
+        self.press, self.keys, self.values = press, keys, values
+
+    @property
+    def compression_ratio(self) -> float:
+        return self.press.compression_ratio
+
+    def score(
+        self,
+        module: Any,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor,
+        kwargs: Any,
+    ) -> Tensor:
+        """The scores that the press gives to the tokens of these numbers."""
+        index = keys[..., :1].long()
+        keys = self.keys.gather(2, index.expand(-1, -1, -1, self.keys.shape[-1]))
+        values = self.values.gather(2, index.expand(-1, -1, -1, self.values.shape[-1]))
+        return self.press.score(module, hidden_states, keys, values, attentions, kwargs)
+
+
+def sequence_inputs(inputs: LayerInputs, at: int, first: int, device: torch.device) -> LayerInputs:
+    """The inputs of one sequence of a batch without its padding."""
+    hidden = inputs.hidden[at : at + 1, first:].to(device)
+    embeddings = inputs.position_embeddings
+    if embeddings is not None:
+        cos, sin = (part[-1:] if len(part) == 1 else part[at : at + 1] for part in embeddings)
+        embeddings = cos[:, first:].to(device), sin[:, first:].to(device)
+    return inputs._replace(hidden=hidden, position_embeddings=embeddings)
+
+
+@contextmanager
+def lent(inputs: LayerInputs | None) -> Iterator[None]:
+    """The module as kvpress's own hook prepares it, inside the `with` block; it is left as it
+    was."""
+    if inputs is None:
+        yield
+        return
+    names = "rotary_emb", "masked_key_indices"
+    own = vars(inputs.module)
+    before = {name: own[name] for name in names if name in own}
+    if not hasattr(inputs.module, "rotary_emb") and inputs.rotary is not None:
+        own["rotary_emb"] = inputs.rotary
+    try:
+        yield
+    finally:
+        for name in names:
+            own.pop(name, None)
+        own.update(before)
+
+
+@contextmanager
+def repeatable(layer: int, device: torch.device) -> Iterator[None]:
+    """Random numbers inside the `with` block that depend on the layer alone; torch's generators
+    are left as they were."""
+    gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
+    with torch.random.fork_rng(devices=[*gpus]):
+        torch.manual_seed(layer)
+        yield
+
+
 # The states
 
 
@@ -321,9 +528,9 @@ class PressState(PromptEvictingState):
             if self.method.inner in ATTENTIONS:
                 attentions = self._attentions(layer, query[at : at + 1, :, first:], keys)
             self.press.compression_ratio = self.method.ratio(length)
-            inputs = (
-                None if rows.inputs is None else of_sequence(rows.inputs, at, first, key.device)
-            )
+            inputs = rows.inputs
+            if inputs is not None:
+                inputs = sequence_inputs(inputs, at, first, key.device)
             yield PressedSequence(layer, at, first, inputs, keys, values, attentions)
 
     def _attentions(self, layer: int, query: Tensor, key: Tensor) -> Tensor:
@@ -331,12 +538,11 @@ class PressState(PromptEvictingState):
         softmax = self.geometry.softmax(layer)
         scores = softmax.scores(query, key)
         later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
-        return (
-            softmax.weights(scores.masked_fill_(later, -float("inf"))).flatten(1, 2).to(query.dtype)
-        )
+        weights = softmax.weights(scores.masked_fill_(later, -float("inf")))
+        return weights.flatten(1, 2).to(query.dtype)
 
     def asked(self, ask: Callable[..., Any], sequence: PressedSequence) -> Any:
-        """What the press returns, or with `masked_key_indices` what it marks on the module. Raises
+        """Result of the press, or the `masked_key_indices` that it marks on the module. Raises
         ValueError in one line where it fails."""
         try:
             with lent(sequence.inputs), repeatable(sequence.layer, sequence.keys.device):
@@ -350,9 +556,8 @@ class PressState(PromptEvictingState):
             if "DefaultCPUAllocator" in str(error):  # out of memory on a CPU
                 raise
             length = sequence.keys.shape[2]
-            raise self.method.refuse(
-                f"failed on a prompt of {length} tokens ({_reason(error)})"
-            ) from error
+            why = f"failed on a prompt of {length} tokens ({_reason(error)})"
+            raise self.method.refuse(why) from error
 
 
 class ScoringState(PressState):
@@ -379,30 +584,22 @@ class ChoosingState(PressState):
     ) -> None:
         self.enter_prompt(layer, rows)
         for sequence in self.sequences(layer, query, key, value, rows):
-            evicts = (
-                self._evicted_by_sharing
-                if self.method.outer in SHARING
-                else self._evicted_by_moving
-            )
-            evicted = evicts(sequence)
+            is_shared = self.method.outer in SHARING
+            choice = self._evicted_by_sharing if is_shared else self._evicted_by_moving
+            evicted = choice(sequence)
             num_heads, length = evicted.shape
-            kept, budget = (
-                num_heads * length - int(evicted.sum()),
-                self.method.budget_in_tokens(length),
-            )
+            kept, budget = int((~evicted).sum()), self.method.budget_in_tokens(length)
             if kept != num_heads * budget:
-                raise self.method.refuse(
-                    f"kept {kept} rows of {num_heads} heads, not {budget} of each on average"
-                )
+                why = f"kept {kept} rows of {num_heads} heads, not {budget} of each on average"
+                raise self.method.refuse(why)
             tokens = self.tokens[layer][sequence.at, :, sequence.first : key.shape[2]]
             tokens.masked_fill_(evicted, EMPTY)
 
     def _evicted_by_sharing(self, sequence: PressedSequence) -> Tensor:
         """The tokens that the press marks on the module, bool [num_kv_heads, prompt]."""
         _, heads, tokens = self.asked(self.press.compress, sequence)
-        evicted = torch.zeros(
-            sequence.keys.shape[1:3], dtype=torch.bool, device=sequence.keys.device
-        )
+        keys = sequence.keys
+        evicted = torch.zeros(keys.shape[1:3], dtype=torch.bool, device=keys.device)
         evicted[heads, tokens] = True
         return evicted
 
@@ -417,9 +614,8 @@ class ChoosingState(PressState):
         numbers = numbers[:, None].expand_as(keys).contiguous()
         wrapped, self.press.press = self.press.press, ByNumber(self.press.press, keys, values)
         try:
-            moved, _ = self.asked(
-                self.press.compress, sequence._replace(keys=numbers, values=numbers)
-            )
+            numbered = sequence._replace(keys=numbers, values=numbers)
+            moved, _ = self.asked(self.press.compress, numbered)
         finally:
             self.press.press = wrapped
         evicted = torch.ones(keys.shape[1:3], dtype=torch.bool, device=keys.device)

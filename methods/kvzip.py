@@ -1,17 +1,6 @@
-"""KVzip (Kim et al., NeurIPS 2025): keeps the prompt's tokens that the model needs to repeat the
-prompt.
-
-After the dense pass, each chunk of the prompt is read again behind an instruction to repeat it,
-with the whole prompt in the cache. A token's score in a KV head is the largest probability that it
-gets from any row of that pass and any query head of the group, among the sinks, the chunk, and the
-pass's own rows up to that row (https://github.com/snu-mllab/KVzip, attention/score.py). No question
-is needed, so that the kept tokens serve any.
-
-The best tokens over all layers and KV heads stay. There is no floor: a head may lose all but the
-sinks.
-
-KVzip+ (KVzap, Jegou & Jeblick, 2026; kvpress' `kvzip_plus_normalization`) multiplies a probability
-by the length of W_O v over the length of the row's attention input.
+"""KVzip (Kim et al., NeurIPS 2025; https://github.com/snu-mllab/KVzip, attention/score.py): keeps
+the prompt's tokens that the model needs to repeat the prompt. KVzip+ is of KVzap (Jegou & Jeblick,
+2026; kvpress' `kvzip_plus_normalization`).
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -47,9 +36,8 @@ import torch
 from torch import Tensor
 
 from methods.attention import PROMPT_CHUNK, Softmax
-from methods.base import Geometry, Lengths, PromptRows, require
+from methods.base import Geometry, Lengths, PromptRows, Repetition, RereadRows, require
 from methods.evicting import INF
-from methods.extras import Repetition, RereadingState, RereadRows, RereadsPrompt
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState, won
 from methods.settings import least, one_of, setting
 
@@ -57,7 +45,7 @@ NUM_LEADING = 8
 """Last tokens of the chunk before, which lead into the next one. As in the official code."""
 
 
-class KVzipState(RereadingState, PromptEvictingState):
+class KVzipState(PromptEvictingState):
     """score: by layer, until its prompt is taken in, fp32 [batch, num_kv_heads, prompt]. counts: by
     layer, number of competing tokens that stay where the layers share one budget, int [batch,
     num_kv_heads]."""
@@ -71,13 +59,11 @@ class KVzipState(RereadingState, PromptEvictingState):
         layers = range(self.method.dense_layers, self.geometry.num_layers)
         tokens = rows.positions[:, None, None]
         before = (rows.lengths - self.method.window)[:, None, None, None]
-        stacked = torch.stack(
-            [score[layer].to(device) for layer in layers], 1
-        )  # [batch, layers, num_kv_heads, prompt]
+        # [batch, layers, num_kv_heads, prompt]
+        stacked = torch.stack([score[layer].to(device) for layer in layers], 1)
         stacked = stacked.masked_fill((tokens < self.method.num_sinks) | (tokens >= before), -INF)
-        counts = won(
-            stacked.flatten(1, 2), self.shares.sum(0)[:, None] * self.geometry.num_kv_heads
-        )
+        budget = self.shares.sum(0)[:, None] * self.geometry.num_kv_heads
+        counts = won(stacked.flatten(1, 2), budget)
         by_layer = dict(zip(layers, counts.unflatten(1, stacked.shape[1:3]).unbind(1), strict=True))
         self.counts = {layer: by_layer[layer] for layer in self.score}
 
@@ -91,7 +77,7 @@ class KVzipState(RereadingState, PromptEvictingState):
 
 
 @dataclass(frozen=True)
-class KVzip(RereadsPrompt, PromptEvicting):
+class KVzip(PromptEvicting):
     """The sinks play the part of the system prompt in the official code: they stay, and are not
     repeated. Texts may be token ids, for a model without a tokenizer.
 
@@ -143,12 +129,8 @@ class KVzip(RereadsPrompt, PromptEvicting):
         super().check(geometry, lengths)
         for name in ("instruction", "continuation", "suffix"):
             text = getattr(self, name)
-            require(
-                not isinstance(text, str),
-                name,
-                repr(text),
-                "token ids where there is no tokenizer, such as [5,6]",
-            )
+            ids = "token ids where there is no tokenizer, such as [5,6]"
+            require(not isinstance(text, str), name, repr(text), ids)
 
     def repetitions(self, prompt: int) -> list[Repetition]:
         passes = []
@@ -162,20 +144,16 @@ class KVzip(RereadsPrompt, PromptEvicting):
     def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
         num_rows, num_kv_heads = rows.query.shape[2], rows.key.shape[1]
         begin, stop = rows.chunk.start, rows.chunk.stop
-        sinks, prompt_chunk = (
-            rows.prompt_key[:, :, : self.num_sinks],
-            rows.prompt_key[:, :, begin:stop],
-        )
-        key = torch.cat([sinks, prompt_chunk, rows.key], 2)
+        sinks = rows.prompt_key[:, :, : self.num_sinks]
+        key = torch.cat([sinks, rows.prompt_key[:, :, begin:stop], rows.key], 2)
         num_cached, order = key.shape[2] - num_rows, torch.arange(num_rows, device=key.device)
         score = torch.zeros(num_kv_heads, stop - begin, device=key.device)
         for first in range(0, num_rows, PROMPT_CHUNK):
             part = slice(first, first + PROMPT_CHUNK)
             scores = softmax.scores(rows.query[:, :, part], key)
             scores[..., num_cached:].masked_fill_(order > order[part, None], -INF)
-            probs = softmax.weights(scores)[
-                0, ..., self.num_sinks : num_cached
-            ]  # [kv, group, rows, chunk]
+            in_chunk = slice(self.num_sinks, num_cached)
+            probs = softmax.weights(scores)[0, ..., in_chunk]  # [kv, group, rows, chunk]
             if rows.input_norms is not None and rows.value_norms is not None:
                 values = rows.value_norms.view(num_kv_heads, -1, 1, stop - begin)
                 probs = probs * values / rows.input_norms[part, None]
@@ -183,5 +161,5 @@ class KVzip(RereadsPrompt, PromptEvicting):
         return score
 
     def _most(self, prompt: int) -> int:
-        """Where the layers share one budget, a head may keep every token."""
+        """Every token, where the layers share one budget: a head may keep them."""
         return max(0, prompt - self.safe) if self.layers == "adaptive" else super()._most(prompt)

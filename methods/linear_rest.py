@@ -24,7 +24,6 @@ from torch import Tensor
 
 from methods.base import Calibration, PromptRows, QueryRows, Rest, Selection
 from methods.codecs.integers import IntegerCodec
-from methods.extras import WeighsRest
 from methods.infinigen2 import InfiniGen2, InfiniGen2State, coded_product
 from methods.projection import tokens_of
 
@@ -77,9 +76,9 @@ class LinearRestState(InfiniGen2State):
         self.unscored_key[layer] = (mean_key - indexed).to(key)
 
     def choose(self, layer: int, scores: Tensor, rows: QueryRows) -> Selection:
-        of_index = scores if self.method.kernels(scores) else scores.clone()
+        index_scores = scores if self.method.kernels(scores) else scores.clone()
         selection = super().choose(layer, scores, rows)
-        return selection._replace(rest=self.estimated_rest(layer, of_index, selection, rows))
+        return selection._replace(rest=self.estimated_rest(layer, index_scores, selection, rows))
 
     def estimated_rest(
         self, layer: int, scores: Tensor, selection: Selection, rows: QueryRows
@@ -95,17 +94,17 @@ class LinearRestState(InfiniGen2State):
     def index_of_rest(
         self, layer: int, scores: Tensor, read: Tensor, rows: QueryRows
     ) -> tuple[Tensor, Tensor]:
-        """Of the visible tokens that a row does not read: the logarithm of the sum of exp(score),
-        [batch, num_kv_heads, group, rows], and the mean of their index by these weights, [...,
-        columns]. read: bool [batch, num_kv_heads, rows, slots]."""
+        """Log-mass of the visible tokens that a row does not read, the logarithm of the sum of
+        exp(score), [batch, num_kv_heads, group, rows], and the mean of their index by these
+        weights, [..., columns]. read: bool [batch, num_kv_heads, rows, slots]."""
         softmax, slots = self.geometry.softmax(layer), slice(0, scores.shape[-1])
         kernels = self.method.kernels(scores)
         is_few = kernels is not None and scores.shape[2] * scores.shape[3] <= kernels.MOST_ROWS
         if kernels and is_few and self.codec is not None and softmax.softcap is None:
             keys = self.partial_keys[layer][:, :, slots]
-            given = scores, self.unscored_key[layer], read, rows, keys, self.codec
-            sizes = {"columns": self.columns, "scale": self.geometry.scale}
-            return kernels.index_of_rest(*given, **sizes)
+            codec, given = self.codec, (scores, self.unscored_key[layer], read, rows, keys)
+            sizes = {"columns": self.columns, "bits": codec.bits, "group_size": codec.group_size}
+            return kernels.index_of_rest(*given, **sizes, scale=self.geometry.scale)
         query = rows.query.unflatten(1, (-1, self.geometry.group)).float()
         unscored = self.unscored_key[layer].float().unsqueeze(2)
         scores += self.geometry.scale * (query * unscored).sum(-1, keepdim=True)
@@ -144,10 +143,10 @@ class LinearRestState(InfiniGen2State):
 
     def index_size(self, layer: int) -> tuple[float, float]:
         """The index twice, for the scores and for the sum, and once all that the fit needs."""
-        of_token, once = InfiniGen2State.index_size(self, layer)
+        token_size, once = InfiniGen2State.index_size(self, layer)
         for tensors in (self.slope, self.intercept, self.unscored_key):
             once += tokens_of(tensors[layer][0, 0], self.geometry)
-        return 2 * of_token, once
+        return 2 * token_size, once
 
 
 def ridge_fit(inputs: Tensor, outputs: Tensor) -> Tensor:
@@ -161,12 +160,14 @@ def ridge_fit(inputs: Tensor, outputs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class InfiniGen2Linear(WeighsRest, InfiniGen2):
+class InfiniGen2Linear(InfiniGen2):
     """Reads the best tokens, and estimates the others by a linear fit of values on the index.
 
     Keeps: as `infinigen2`, and a fit of the values
     Reads: the best by the layer's own query; the others are estimated
     """
+
+    weighs_rest = True
 
     title = "InfiniGen2, linear rest"
     state = LinearRestState

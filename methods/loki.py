@@ -1,6 +1,5 @@
-"""Loki (Singhania et al., NeurIPS 2024): scores on the first principal components of a head's keys.
-
-The components are those of the keys after their positions, measured on a text.
+"""Loki (Singhania et al., NeurIPS 2024): scores on the first principal components of a head's keys,
+after their positions.
 
 The rule, and where it differs (made into docs/methods.md):
 

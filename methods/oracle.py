@@ -1,7 +1,5 @@
 """Upper bounds of hard selection of rows: by the exact attention scores.
 
-They need every key on the device, so these are no offloading methods.
-
 The rule, and where it differs (made into docs/methods.md):
 
 **oracle** selects by the true scores: the upper bound of hard selection of rows, which a method

@@ -1,20 +1,9 @@
 """ParisKV (Qi et al., ICML 2026): sign patterns vote for candidates, 4-bit keys rank them.
 
-Keys and queries are rotated by a Hadamard matrix after random changes of sign, so that no channel
-is much larger than another, whatever the text. A rotated key is cut into sub-vectors of 8 elements.
-The signs of a sub-vector are its pattern, one of 256 directions that follow from no data. A step
-has two stages:
-
-1. Votes. In each sub-vector the query ranks the 256 patterns. The keys of the best patterns get
-   votes, until a share of all keys has some: up to six votes for the keys of the very best. The
-   keys with the most votes over all sub-vectors are the candidates.
-2. Ranks. A candidate's score is estimated from a key in 4 bits an element: the sign, and one of
-   8 magnitudes within the sub-vector's direction. A weight for each sub-vector makes up for the
-   rounding, so that its product with the key's own direction is exact.
-
-The magnitudes are the levels of the least squared error (Lloyd-Max) for an element of a random
-direction in 8 dimensions, whose square is distributed as Beta(1/2, 7/2). The length of a key is
-part of the weights: neither a pattern nor a direction depends on it.
+The magnitudes of a 4-bit key are the levels of the least squared error (Lloyd-Max) for an element
+of a random direction in 8 dimensions, whose square is distributed as Beta(1/2, 7/2). A weight for
+each sub-vector has the key's length, and makes up for the rounding, so that its product with the
+key's own direction is exact.
 
 Official code: github.com/amy-77/ParisKV, `cache_hub/polar_cache.py` and `cache_hub/rerank`.
 
@@ -52,7 +41,8 @@ from torch import Tensor
 
 from methods.attention import product
 from methods.base import Calibration, Geometry, Lengths, PromptRows, QueryRows
-from methods.codecs.base import code_bytes, hadamard, pack_codes, unpack_codes
+from methods.codecs.base import hadamard
+from methods.packing import code_bytes, pack_codes, unpack_codes
 from methods.selection import Retrieving, RetrievingState, ascending, at_least, largest
 from methods.settings import least, setting, share
 
@@ -60,14 +50,14 @@ PART = 8
 """Elements of a sub-vector: their signs are a byte."""
 MAGNITUDE_BITS = 3
 TIERS = (0.05, 0.15, 0.3, 0.5, 0.75, 1.0)
-"""Of the keys that a sub-vector gives votes to, the shares that get one more vote each."""
+"""Shares of the keys with votes of a sub-vector that get one more vote each."""
 SHARES = ((5_000, 0.5, 0.5), (10_000, 0.25, 0.3), (30_000, 0.2, 0.25), (math.inf, 0.1, 0.2))
 """Below a zone of so many tokens, the shares of candidates and of keys with votes."""
 
 
 class ParisKVState(RetrievingState):
-    """By layer and slot, [batch, num_kv_heads, slots, ...]: patterns: uint8 [parts], the signs of
-    each sub-vector. magnitudes: uint8 [bytes], 3 bits an element. weights: fp16 [parts].
+    """Tensors by layer and slot, [batch, num_kv_heads, slots, ...]: patterns: uint8 [parts], the
+    signs of each sub-vector. magnitudes: uint8 [bytes], 3 bits an element. weights: fp16 [parts].
 
     signs: fp32 [head_dim], the changes of sign before the Hadamard matrix. levels: fp32 [8], the
     magnitudes of an element of a direction, ascending; boundaries: fp32 [7], those between them.
@@ -172,9 +162,9 @@ class ParisKVState(RetrievingState):
         """The patterns of the zone, and magnitudes and weights of the candidates."""
         head_dim = self.geometry.head_dim
         parts = head_dim // PART
-        of_candidate = 8 * code_bytes(head_dim, MAGNITUDE_BITS) + 16 * parts
+        candidate_bits = 8 * code_bytes(head_dim, MAGNITUDE_BITS) + 16 * parts
         plan = self.plans[positions].double()
-        bits = 8 * parts * plan[..., 0] + of_candidate * plan[..., 1]
+        bits = 8 * parts * plan[..., 0] + candidate_bits * plan[..., 1]
         return bits / (16 * self.geometry.elements)
 
 
@@ -215,8 +205,8 @@ class ParisKV(Retrieving):
         super().check(geometry, lengths)
 
     def plan(self, cached: int) -> list[int]:
-        """With `cached` tokens: the tokens of the zone, the candidates, and for each tier the keys
-        that get its vote."""
+        """Numbers of tokens in the zone, of candidates, and for each tier of keys that get its
+        vote, with `cached` tokens."""
         read = self.pages_read(cached)
         zone = max(0, cached - self.num_sinks - int(self.recent_frac * read))
         candidate_frac, collision_frac = shares_of(zone)

@@ -1,8 +1,8 @@
 """Methods that evict now and then while a text is generated: R-KV, TriAttention, Random Attention.
 
 After the prompt, and after every `divide_length` generated tokens, each KV head goes back to its
-budget ("compression"). Between two compressions it keeps all that is generated. A state says how
-much each token is score (`PeriodicState.score`); the base decides when a sequence compresses, how
+budget ("compression"). Between two compressions it keeps all that is generated. A state
+scores the tokens (`PeriodicState.score`); the base decides when a sequence compresses, how
 many tokens stay, and which stay whatever their score: the last `window`, and the prompt's with
 `protect_prompt`.
 """
@@ -57,9 +57,8 @@ class PeriodicState(EvictingState):
 
     def start(self, calibration: Calibration | None) -> None:
         self.generated: dict[int, np.ndarray] = {}
-        self.most = (
-            self.method.budget_in_tokens(int(self.lengths.final.max())) + self.method.divide_length
-        )
+        budget = self.method.budget_in_tokens(int(self.lengths.final.max()))
+        self.most = budget + self.method.divide_length
 
     def score(self, layer: int, held: Held) -> Tensor:
         """Score of each token, fp32 [batch, num_kv_heads, n]; anything for one that does not

@@ -1,8 +1,5 @@
-"""PQCache (Zhang et al., SIGMOD 2025): tokens scored by a product quantisation of their keys.
-
-A key, after its position, is cut into parts with `2^bits` centroids each, found by k-means on
-one KV head's keys of the prompt. The index stores the numbers of a token's nearest centroids, and a
-token's score is a sum of look-ups. A generated token takes the nearest existing centroids.
+"""PQCache (Zhang et al., SIGMOD 2025): tokens scored by a product quantisation of their keys, after
+their positions. A generated token takes the nearest existing centroids.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -59,13 +56,9 @@ class PQCacheState(RetrievingState):
     def scores(self, layer: int, rows: QueryRows) -> Tensor:
         """The sum over parts of the query's product with the token's centroid."""
         geometry, slots = self.geometry, rows.slot_positions.shape[-1]
-        stacked = (
-            rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3)
-            * geometry.scale
-        )
-        tables = (
-            self._cut(stacked) @ self.centroids[layer].mT
-        )  # [batch, kv, parts, group * rows, 2^bits]
+        stacked = rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3)
+        # [batch, kv, parts, group * rows, 2^bits]
+        tables = self._cut(stacked * geometry.scale) @ self.centroids[layer].mT
         codes = self.codes[layer][:, :, :slots].long().unsqueeze(2)
         shape = (*tables.shape[:2], tables.shape[3], slots)
         scores = tables.new_zeros(shape)
@@ -76,8 +69,8 @@ class PQCacheState(RetrievingState):
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """The codes of every token, and the centroids once."""
         head_dim, method = self.geometry.head_dim, self.method
-        of_token = head_dim // method.part_size * method.bits
-        bits = positions.double() * of_token + 2**method.bits * head_dim * 16
+        token_bits = head_dim // method.part_size * method.bits
+        bits = positions.double() * token_bits + 2**method.bits * head_dim * 16
         return bits / (16 * self.geometry.elements)
 
     def _cut(self, vectors: Tensor) -> Tensor:
@@ -135,9 +128,8 @@ def kmeans(points: Tensor, real: Tensor, count: int, iterations: int) -> Tensor:
     centroids = points.gather(-2, start.expand(*points.shape[:-2], count, points.shape[-1]))
     numbers = torch.arange(count, device=points.device)
     for _ in range(iterations):
-        member = (nearest(points, centroids).unsqueeze(-1) == numbers) & real[per_head].unsqueeze(
-            -1
-        )
+        is_nearest = nearest(points, centroids).unsqueeze(-1) == numbers
+        member = is_nearest & real[per_head].unsqueeze(-1)
         size = member.sum(-2).unsqueeze(-1)
         mean = member.to(points.dtype).mT @ points / size.clamp(min=1)
         centroids = torch.where(size > 0, mean, centroids)

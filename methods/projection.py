@@ -24,7 +24,6 @@ from methods.attention import product
 from methods.base import Calibration, Geometry, PromptRows, QueryRows, State, checked
 from methods.codecs.integers import INTEGER_BITS, IntegerCodec
 from methods.coded_keys import coded_scores, room_for_keys
-from methods.extras import Calibrates
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import one_of, setting, share
 
@@ -89,11 +88,11 @@ class PartialKeysState(State):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
         one = self._stored(layer, key[:, :, :1])
-        self.partial_keys[layer] = (
-            one.new_empty((*key.shape[:2], rows.num_slots, one.shape[-1]))
-            if self.codec is None
-            else room_for_keys(one, rows.num_slots)
-        )
+        if self.codec is None:
+            room = one.new_empty((*key.shape[:2], rows.num_slots, one.shape[-1]))
+        else:
+            room = room_for_keys(one, rows.num_slots)
+        self.partial_keys[layer] = room
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 
     def append(
@@ -118,8 +117,8 @@ class PartialKeysState(State):
         return scores.unflatten(2, query.shape[2:4])
 
     def index_size(self, layer: int) -> tuple[float, float]:
-        """What a layer's scores read, in tokens (`Geometry.elements`): of each cached token, and
-        once."""
+        """Size of a layer's index that scores read, in tokens (`Geometry.elements`): of each cached
+        token, and once."""
         width = 1.0 if self.codec is None else self.codec.bits_per_element(self.columns) / 16
         return width * self.columns / self.geometry.elements, 0.0
 
@@ -129,10 +128,10 @@ class PartialKeysState(State):
         launches in each."""
         if self._asked_about() is not positions:
             self._asked_about, self._index_reads = ref(positions), WeakValueDictionary()
-        of_token, once = size = self.index_size(layer)
+        token_size, once = size = self.index_size(layer)
         read = self._index_reads.get(size)
         if read is None:
-            read = self._index_reads[size] = positions.double() * of_token + once
+            read = self._index_reads[size] = positions.double() * token_size + once
         return read
 
 
@@ -166,9 +165,9 @@ class ProjectedState(PartialKeysState):
 
     def index_size(self, layer: int) -> tuple[float, float]:
         """The partial keys, and the projection: the row's query and own key meet all of it."""
-        of_token, once = super().index_size(layer)
-        of_head = self.projection[layer][0, :, 0]
-        return of_token, once + tokens_of(of_head, self.geometry)
+        token_size, once = super().index_size(layer)
+        head_projection = self.projection[layer][0, :, 0]
+        return token_size, once + tokens_of(head_projection, self.geometry)
 
     def times(self, rows: Tensor, side: Tensor) -> Tensor:
         """`rows` [batch, num_kv_heads, n, head_dim] times a side of a projection: [batch,
@@ -202,7 +201,7 @@ class FixedProjectionState(ProjectedState, RetrievingState):
 
 
 @dataclass(frozen=True)
-class Calibrated(Calibrates, Projected):
+class Calibrated(Projected):
     """A method whose projection is measured once, by `calibrate`."""
 
     index_bits: int | None = setting(None, BITS_MEANING, INDEX_BITS)

@@ -1,20 +1,12 @@
 """Methods that evict once, after the prompt, and keep all that is generated.
 
-A state says how much each prompt token is score (`prompt_score`). The base decides how many tokens
+A state scores the prompt's tokens (`prompt_score`). The base decides how many tokens
 stay, how layers and KV heads share them, and which tokens stay whatever their score.
 
-SnapKV (Li et al., NeurIPS 2024): the attention of the last prompt rows, smoothed along the tokens.
-`layers=pyramid` is PyramidKV (Cai et al., 2024), `heads=adaptive` Ada-KV (Feng et al., 2024). The
-original chooses a set for each query head; here the query heads of a KV head share one set.
-
-Expected Attention (Devoto et al., 2025): the attention that the coming queries should give. They
-are taken to be normal for each query head, as the prompt's are, and rotated to the positions that
-follow.
-
-KeyDiff (Park et al., NeurIPS 2025): how unlike the other keys a key is, compared with the mean of
-their directions.
-
-Key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attention.
+Here are SnapKV (Li et al., NeurIPS 2024), with PyramidKV (Cai et al., 2024) and Ada-KV (Feng et
+al., 2024) as settings: the original chooses a set for each query head, here the query heads of a KV
+head share one set; Expected Attention (Devoto et al., 2025); KeyDiff (Park et al., NeurIPS 2025);
+and key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attention.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -77,7 +69,7 @@ in kvpress."""
 
 
 class PromptEvictingState(EvictingState):
-    """In each KV head the prompt tokens of the largest score stay; of two equal ones the later,
+    """The prompt tokens of the largest score stay in each KV head; of two equal ones the later,
     unless the score says.
 
     shares: int [selecting layers, batch], number of competing tokens that stay. Computed once: the
@@ -108,30 +100,29 @@ class PromptEvictingState(EvictingState):
         competes = (tokens >= self.method.num_sinks) & (tokens < before)
         axes, sizes = "batch, KV heads, tokens", competes.shape
         found = self.prompt_score(layer, query, key, value, rows)
-        score, of_equals = found if isinstance(found, tuple) else (found, None)
+        score, tie_score = found if isinstance(found, tuple) else (found, None)
         score = checked(self.prompt_score, score, axes, *sizes)
-        if of_equals is not None:
-            checked(self.prompt_score, of_equals, axes, *sizes)
+        if tie_score is not None:
+            checked(self.prompt_score, tie_score, axes, *sizes)
         stay = self.stay(layer, score.masked_fill(~competes, -INF))
         checked(self.stay, stay, "batch, KV heads or 1", sizes[0], (sizes[1], 1))
-        score = self.second_score(layer, score, of_equals, competes, stay, value)
+        score = self.second_score(layer, score, tie_score, competes, stay, value)
         checked(self.second_score, score, axes, *sizes)
-        tokens.masked_fill_(
-            lowest_scores(score, competes, competes.sum(-1) - stay, of_equals), EMPTY
-        )
+        gone = lowest_scores(score, competes, competes.sum(-1) - stay, tie_score)
+        tokens.masked_fill_(gone, EMPTY)
 
     def second_score(
         self,
         layer: int,
         score: Tensor,
-        of_equals: Tensor | None,
+        tie_score: Tensor | None,
         competes: Tensor,
         stay: Tensor,
         value: Tensor,
     ) -> Tensor:
         """Score by which tokens stay once each head's number is known; by default the same.
 
-        score, of_equals: as `prompt_score` returned them. competes: bool [batch, num_kv_heads,
+        score, tie_score: as `prompt_score` returned them. competes: bool [batch, num_kv_heads,
         prompt], tokens that may leave. stay: of these the number that stays, int [batch,
         num_kv_heads or 1]. value: [batch, num_kv_heads, prompt, value_dim].
         """
@@ -182,12 +173,8 @@ class EvictingOnce(Evicting):
     def __post_init__(self) -> None:
         super().__post_init__()
         enough = self.kept_tokens is None or self.kept_tokens > self.safe
-        require(
-            enough,
-            "kept_tokens",
-            self.kept_tokens,
-            f"above num_sinks + window={self.safe}, or null",
-        )
+        above = f"above num_sinks + window={self.safe}, or null"
+        require(enough, "kept_tokens", self.kept_tokens, above)
 
     @property
     def safe(self) -> int:
@@ -196,26 +183,23 @@ class EvictingOnce(Evicting):
 
     def budget_in_tokens(self, prompt: int) -> int:
         """Tokens of a prompt that are kept, mean over layers and KV heads."""
-        return min(
-            prompt, int(self.budget * prompt) if self.kept_tokens is None else self.kept_tokens
-        )
+        wanted = int(self.budget * prompt) if self.kept_tokens is None else self.kept_tokens
+        return min(prompt, wanted)
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:
         """Number of competing tokens that stay, for each of `num_layers` selecting layers; their
         mean is exact."""
         mean = max(0, self.budget_in_tokens(prompt) - self.safe)
-        return (
-            pyramid(mean, self._most(prompt), num_layers)
-            if self.layers == "pyramid"
-            else [mean] * num_layers
-        )
+        if self.layers == "pyramid":
+            return pyramid(mean, self._most(prompt), num_layers)
+        return [mean] * num_layers
 
     def _most(self, prompt: int) -> int:
         """The largest share of any layer."""
-        mean, competing = (
-            max(0, count - self.safe) for count in (self.budget_in_tokens(prompt), prompt)
-        )
-        return min(2 * mean - mean // STEEPNESS, competing) if self.layers == "pyramid" else mean
+        mean = max(0, self.budget_in_tokens(prompt) - self.safe)
+        if self.layers != "pyramid":
+            return mean
+        return min(2 * mean - mean // STEEPNESS, max(0, prompt - self.safe))
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where the budget of a prompt does not exceed the tokens that always stay."""
@@ -247,7 +231,7 @@ class EvictingOnce(Evicting):
 
 @dataclass(frozen=True)
 class PromptEvicting(EvictingOnce):
-    """With tokens that always stay, and budgets that layers and heads share by their needs."""
+    """Settings of tokens that always stay, and of budgets that layers and heads share by need."""
 
     num_sinks: int = setting(0, "first tokens that always stay; the budget counts them", least(0))
     window: int = setting(0, "last tokens of the prompt that always stay", least(0))
@@ -280,7 +264,7 @@ def pyramid(mean: int, high: int, num_layers: int) -> list[int]:
 
 
 def adaptive(score: Tensor, share: Tensor) -> Tensor:
-    """How many tokens each KV head keeps so that a layer keeps its best ones: int [batch,
+    """Number of tokens that each KV head keeps so that a layer keeps its best ones: int [batch,
     num_kv_heads].
 
     score: [batch, num_kv_heads, prompt], -inf for tokens that do not compete; share: int [batch,
@@ -292,7 +276,7 @@ def adaptive(score: Tensor, share: Tensor) -> Tensor:
 
 
 def won(score: Tensor, count: Tensor) -> Tensor:
-    """How many of the `count` best tokens over all heads each head has: int [batch, heads].
+    """Number of each head's tokens among the `count` best over all heads: int [batch, heads].
 
     score: [batch, heads, prompt]; count: int [batch, 1].
     """
@@ -316,11 +300,11 @@ class SnapKVState(PromptEvictingState):
         them, so that the peak itself stays where few tokens do.
         """
         before = max(0, key.shape[2] - self.method.window)
-        received = received_attention(
-            query, key, rows.real, self.geometry.softmax(layer), first=before
-        )
-        score, pool = received.clone(), max_pool1d if self.method.pooling == "max" else avg_pool1d
+        softmax = self.geometry.softmax(layer)
+        received = received_attention(query, key, rows.real, softmax, first=before)
+        score = received.clone()
         if before:
+            pool = max_pool1d if self.method.pooling == "max" else avg_pool1d
             width = self.method.kernel
             score[..., :before] = pool(received[..., :before], width, stride=1, padding=width // 2)
         return score, received
@@ -373,9 +357,8 @@ class ComingQueriesState(PromptEvictingState):
         """Mean rotation of the positions that follow, [batch, 1, head_dim, head_dim]: each row is a
         unit vector rotated."""
         device = self.lengths.prompt.device
-        units = torch.eye(self.geometry.head_dim, device=device)[None, :, None].expand(
-            -1, -1, HORIZON, -1
-        )
+        units = torch.eye(self.geometry.head_dim, device=device)
+        units = units[None, :, None].expand(-1, -1, HORIZON, -1)
         ahead = self.lengths.prompt[:, None] + torch.arange(HORIZON, device=device)
         rotations = []
         for positions in ahead:
@@ -438,9 +421,8 @@ class KeyDiffState(PromptEvictingState):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
         directions = normalize(key.float(), dim=-1).masked_fill_(~rows.real[:, None, :, None], 0)
-        return -cosine_similarity(
-            key.float(), directions.sum(2, keepdim=True), dim=-1
-        )  # a sum points as the mean
+        total = directions.sum(2, keepdim=True)  # it points as the mean
+        return -cosine_similarity(key.float(), total, dim=-1)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,5 @@
 """Quest (Tang et al., ICML 2024): pages of tokens, scored by an upper bound of the score of any key
-in the page.
-
-The device keeps the elementwise minimum and maximum of each page's keys, after their positions. No
-key of the page scores above sum_j max(q_j * min_j, q_j * max_j). The budget counts the last page,
-which is always read, as Quest's speed code does; its accuracy code gives that page no privilege.
+in the page, after their positions.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -60,9 +56,8 @@ class QuestState(RetrievingState):
         lowest = self.lowest[layer][:, :, :-1].mT
         highest = self.highest[layer][:, :, :-1].mT
         batch, num_kv_heads, head_dim, pages = lowest.shape
-        query = (rows.query.float() * self.geometry.scale).reshape(
-            batch, num_kv_heads, -1, head_dim
-        )
+        query = rows.query.float() * self.geometry.scale
+        query = query.reshape(batch, num_kv_heads, -1, head_dim)
         possible = query.clamp(min=0) @ highest.float() + query.clamp(max=0) @ lowest.float()
         return possible.view(batch, num_kv_heads, self.geometry.group, -1, pages)
 

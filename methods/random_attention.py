@@ -32,9 +32,9 @@ class RandomState(PeriodicState):
     def score(self, layer: int, held: Held) -> Tensor:
         """A number from 0 to 2^24 - 1 for each token."""
         heads = torch.arange(held.tokens.shape[1], device=held.tokens.device)
-        of_head = mixed(mixed(heads + layer * 2**16) + self.method.seed)
-        of_draw = mixed(of_head + held.cached[:, None])
-        return (mixed(of_draw.unsqueeze(-1) + held.tokens) >> 8).float()
+        head_hash = mixed(mixed(heads + layer * 2**16) + self.method.seed)
+        draw_hash = mixed(head_hash + held.cached[:, None])
+        return (mixed(draw_hash.unsqueeze(-1) + held.tokens) >> 8).float()
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,10 @@
 """RetroInfer (Chen et al., PVLDB 19(5)): clusters of keys, of which the best are read and the next
-best estimated.
-
-The keys of the prompt between the first tokens and the last ones are clustered in each KV head,
-about 16 to a cluster. The device keeps of a cluster its mean key c (the centroid), the sum of its
-values, and its number of tokens n. A step ranks the clusters by the sum over the group of softmax(q
-. c). The tokens of the best ones are read. Of the next best ones none is: they add n e^(q . c) to
-the denominator of the attention and e^(q . c) * (sum of values) to its numerator. All others are
-left out (https://github.com/microsoft/RetrievalAttention, cache_hub/retroinfer_cache.py and
+best estimated (https://github.com/microsoft/RetrievalAttention, cache_hub/retroinfer_cache.py and
 kmeans.py).
 
-Keys are centred before they are clustered. Rounds of k-means assign a key to the centroid with the
-largest product, and normalise the means; the last round assigns among the centroids of all segments
-and does not normalise. It starts at even distances, so that a prompt has the same clusters in any
-batch. Each `update` tokens that have left the last ones are clustered on their own.
+The device keeps of a cluster its mean key (the centroid), the sum of its values, and its number of
+tokens n. K-means starts at even distances, so that a prompt has the same clusters in any batch. Its
+last round assigns among the centroids of all segments.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -56,6 +48,7 @@ from methods.base import (
     Calibration,
     Geometry,
     Lengths,
+    Method,
     PromptRows,
     QueryRows,
     Rest,
@@ -66,14 +59,13 @@ from methods.base import (
     require,
     share_above,
 )
-from methods.extras import WeighsRest
 from methods.settings import least, setting, share
 
 SHRINK = 0.999
-"""What a centroid without keys is multiplied by in each round. It may have found the keys of an
+"""Factor of a centroid without keys in each round. It may have found the keys of an
 equal one, and rounding would decide between both; the official code lets it."""
 SIZE_BITS = 32
-"""Of a cluster's number of tokens. An element of a key counts 16."""
+"""Bits of a cluster's number of tokens. An element of a key counts 16."""
 KEYS_AT_ONCE = 8192
 """Keys that are assigned to centroids together: their products are held."""
 
@@ -149,9 +141,7 @@ class RetroInferState(State):
             self.recent_values[layer] = value.new_zeros(*key.shape[:2], room, value.shape[-1])
             self.recent_slots[layer] = self.lengths.prompt.new_zeros(len(key), room)
             self.seen[layer] = self.lengths.prompt.clone()
-        for at, prompt in enumerate(
-            self.prompts
-        ):  # each alone, so that no other decides its clusters
+        for at, prompt in enumerate(self.prompts):  # each alone: no other decides its clusters
             recent = method.num_recent(prompt)
             stop = columns - recent
             middle = slice(columns - prompt + method.num_sinks, stop)
@@ -196,33 +186,26 @@ class RetroInferState(State):
         def put(recent: Tensor, rows: Tensor, index: Tensor) -> Tensor:
             return pad(recent, (0, 0, 0, num_rows + 1)).scatter_(-2, index.expand_as(rows), rows)
 
-        keys, values = (
-            put(recent[layer], rows, place[:, None, :, None])
-            for recent, rows in ((self.recent_keys, key), (self.recent_values, value))
-        )
-        numbers = put(
-            self.recent_slots[layer].unsqueeze(-1), slots.unsqueeze(-1), place.unsqueeze(-1)
-        ).squeeze(-1)
+        keys = put(self.recent_keys[layer], key, place[:, None, :, None])
+        values = put(self.recent_values[layer], value, place[:, None, :, None])
+        recent_slots = self.recent_slots[layer].unsqueeze(-1)
+        numbers = put(recent_slots, slots.unsqueeze(-1), place.unsqueeze(-1)).squeeze(-1)
         self.seen[layer] = self.seen[layer] + real.sum(-1)
         due = self._updates(self.seen[layer]) > done
         if self._may_be_due(due, num_rows, first_slot):
             update = self._update_size()
             for size in self.update_sizes:
-                of_size = due & (update == size)
-                self._update(layer, keys, values, numbers, done, of_size, size)
-                keys, values = (
-                    torch.where(of_size[:, None, None, None], rows.roll(-size, 2), rows)
-                    for rows in (keys, values)
-                )
-                numbers = torch.where(of_size[:, None], numbers.roll(-size, 1), numbers)
-        self.recent_keys[layer], self.recent_values[layer] = (
-            keys[:, :, :kept].clone(),
-            values[:, :, :kept].clone(),
-        )
+                due_now = due & (update == size)
+                self._update(layer, keys, values, numbers, done, due_now, size)
+                keys = torch.where(_along(due_now, keys), keys.roll(-size, 2), keys)
+                values = torch.where(_along(due_now, values), values.roll(-size, 2), values)
+                numbers = torch.where(due_now[:, None], numbers.roll(-size, 1), numbers)
+        self.recent_keys[layer] = keys[:, :, :kept].clone()
+        self.recent_values[layer] = values[:, :, :kept].clone()
         self.recent_slots[layer] = numbers[:, :kept].clone()
 
     def _may_be_due(self, due: Tensor, num_rows: int, first_slot: int) -> bool:
-        """Whether any sequence needs an update. A decode step on a GPU counts columns instead of
+        """True if any sequence may need an update. A decode step on a GPU counts columns instead of
         asking the device."""
         if due.device.type == "cpu" or num_rows > 1 or not self.is_even:
             return bool(due.any())
@@ -254,25 +237,19 @@ class RetroInferState(State):
         ):
             index = index.expand(-1, keys.shape[1], -1)
             index = index if held.dim() == 3 else index.unsqueeze(-1).expand_as(new)
-            of_due = due.view(-1, *[1] * (held.dim() - 1))
-            held.scatter_(2, index, torch.where(of_due, new.to(held.dtype), held.gather(2, index)))
+            kept = held.gather(2, index)
+            held.scatter_(2, index, torch.where(_along(due, held), new.to(held.dtype), kept))
 
     def _updates(self, cached: Tensor) -> Tensor:
         """Updates before the next token comes, int; cached: int [batch] or [batch, rows], tokens
         before it."""
-        prompt, update = (
-            of_sequence.view(-1, *[1] * (cached.dim() - 1))
-            for of_sequence in (self.lengths.prompt, self._update_size())
-        )
+        prompt, update = _along(self.lengths.prompt, cached), _along(self._update_size(), cached)
         return ((cached - prompt) // update).clamp(min=0)
 
     def _first_recent(self, done: Tensor) -> Tensor:
         """First token behind those in clusters, after so many updates."""
-        first, update = (
-            of_sequence.view(-1, *[1] * (done.dim() - 1))
-            for of_sequence in (self.lengths.prompt - self._num_recent(), self._update_size())
-        )
-        return first + done * update
+        first = self.lengths.prompt - self._num_recent()
+        return _along(first, done) + done * _along(self._update_size(), done)
 
     def _num_recent(self) -> Tensor:
         """`RetroInfer.num_recent` of each sequence, int [batch]."""
@@ -297,19 +274,15 @@ class RetroInferState(State):
         ordered = sizes_of_rows.gather(-1, order)
         in_middle = (self.lengths.prompt - method.num_sinks - self._num_recent())[:, None]
         segments = (in_middle // method.segment).clamp(min=1)
-        of_prompt = segments * (in_middle // segments // method.cluster_size).clamp(
-            min=1
-        )  # as `num_clusters`
-        num_clusters = of_prompt + made
+        in_segment = (in_middle // segments // method.cluster_size).clamp(min=1)
+        num_clusters = segments * in_segment + made  # as `RetroInfer.num_clusters`
         read, estimated = self._zones(ordered, num_clusters, positions, self._first_recent(done))
         read = torch.zeros_like(read).scatter_(-1, order, read)
         estimated = torch.zeros_like(estimated).scatter_(-1, order, estimated)
         mask = self._tokens(layer, rows, read, self._first_recent(done))
         logits = scores + estimated.float().log().unsqueeze(2)
         log_mass = logits.logsumexp(-1)
-        weights = (
-            (logits - log_mass.unsqueeze(-1)).exp().nan_to_num(0.0)
-        )  # where nothing is estimated
+        weights = (logits - log_mass.unsqueeze(-1)).exp().nan_to_num(0.0)  # nothing is estimated
         means = self.value_sums[layer].float() / sizes.clamp(min=1).unsqueeze(-1)
         rest = Rest(None, weights @ means.unsqueeze(2), log_mass)
         side = self._index_read(num_clusters, (estimated > 0).sum(-1).double().mean(1))
@@ -340,24 +313,24 @@ class RetroInferState(State):
         num_kv_heads, rows, slots]. Of a cluster that is read in part the first ones are."""
         slots = rows.slot_positions.shape[-1]
         cluster = self.cluster[layer][:, :, :slots].clamp(min=0).long()
-        of_cluster = read.gather(-1, cluster.unsqueeze(2).expand(-1, -1, read.shape[2], -1))
-        chosen = of_cluster >= self.sizes[layer].gather(-1, cluster).unsqueeze(2)
+        read_of_cluster = read.gather(-1, cluster.unsqueeze(2).expand(-1, -1, read.shape[2], -1))
+        chosen = read_of_cluster >= self.sizes[layer].gather(-1, cluster).unsqueeze(2)
         token = rows.slot_positions.unsqueeze(2)
         in_clusters = (token >= self.method.num_sinks) & (token < first_recent[:, None, :, None])
         if self.method.budget is not None:
-            cut = (of_cluster > 0) & ~chosen & in_clusters
-            chosen |= cut & (cut.cumsum(-1) <= of_cluster)
+            cut = (read_of_cluster > 0) & ~chosen & in_clusters
+            chosen |= cut & (cut.cumsum(-1) <= read_of_cluster)
         return rows.visible() & (chosen | ~in_clusters)
 
     def _index_read(self, number: Tensor, estimated: Tensor) -> Tensor:
         """Centroids and sizes of all clusters, and value sums of those estimated, in tokens."""
         value_dim = self.geometry.value_dim or self.geometry.head_dim
-        of_cluster = self.geometry.head_dim + SIZE_BITS / 16
-        return (number * of_cluster + estimated * value_dim) / self.geometry.elements
+        cluster_size = self.geometry.head_dim + SIZE_BITS / 16
+        return (number * cluster_size + estimated * value_dim) / self.geometry.elements
 
 
 @dataclass(frozen=True)
-class RetroInfer(WeighsRest):
+class RetroInfer(Method):
     """Defaults are the official code's, which rounds counts to the nearest where this rounds them
     down, but for the last tokens and updates.
 
@@ -394,6 +367,8 @@ class RetroInfer(WeighsRest):
         "share of the prompt: tokens behind it that are clustered at once, at least cluster_size",
         share(zero=True),
     )
+
+    weighs_rest = True
 
     title = "RetroInfer"
     state = RetroInferState
@@ -462,6 +437,11 @@ class RetroInfer(WeighsRest):
         return share_above(always, counts.prompt)
 
 
+def _along(numbers: Tensor, like: Tensor) -> Tensor:
+    """A number of each sequence [batch] with the axes of `like` [batch, ...]."""
+    return numbers.view(-1, *[1] * (like.dim() - 1))
+
+
 # Clusters
 
 
@@ -474,34 +454,30 @@ def clustered(
     points, num_tokens = key.float() - mean, key.shape[-2]
     starts = (2 * torch.arange(count, device=key.device) + 1) * num_tokens // (2 * count)
     centroids = points[..., starts, :]
-    length, of_segment = num_tokens // num_segments, count // num_segments
+    length, segment_count = num_tokens // num_segments, count // num_segments
     for segment in range(num_segments):
         own = points[..., segment * length : (segment + 1) * length, :]
-        part = slice(segment * of_segment, (segment + 1) * of_segment)
+        part = slice(segment * segment_count, (segment + 1) * segment_count)
         for _ in range(iterations - 1):
             _, belongs = nearest(own, centroids[..., part, :])
             direction = normalize(belongs.mT @ own, dim=-1)
             is_any = (belongs.sum(-2) > 0).unsqueeze(-1)
-            centroids[..., part, :] = torch.where(
-                is_any, direction, SHRINK * centroids[..., part, :]
-            )
+            others = SHRINK * centroids[..., part, :]
+            centroids[..., part, :] = torch.where(is_any, direction, others)
     members: list[Tensor] = []
     sizes = torch.zeros(centroids.shape[:-1], device=key.device)
     key_sums = torch.zeros_like(centroids)
     value_sums = torch.zeros(*centroids.shape[:-1], value.shape[-1], device=key.device)
-    for keys, values in zip(
-        points.split(KEYS_AT_ONCE, -2), value.float().split(KEYS_AT_ONCE, -2), strict=True
-    ):
+    parts = points.split(KEYS_AT_ONCE, -2), value.float().split(KEYS_AT_ONCE, -2)
+    for keys, values in zip(*parts, strict=True):
         numbers, belongs = nearest(keys, centroids)
         members.append(numbers)
         sizes += belongs.sum(-2)
         key_sums += belongs.mT @ keys
         value_sums += belongs.mT @ values
-    centroids = (
-        torch.where(sizes.unsqueeze(-1) > 0, key_sums / sizes.clamp(min=1).unsqueeze(-1), centroids)
-        + mean
-    )
-    return Clusters(centroids, value_sums, sizes, torch.cat(members, -1))
+    num_members = sizes.unsqueeze(-1)
+    centroids = torch.where(num_members > 0, key_sums / num_members.clamp(min=1), centroids)
+    return Clusters(centroids + mean, value_sums, sizes, torch.cat(members, -1))
 
 
 def nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:

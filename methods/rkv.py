@@ -1,10 +1,6 @@
 """R-KV (Cai et al., NeurIPS 2025): for long generations, drop now and then tokens that are
-unattended and redundant.
-
-A token's score grows with the attention of the last rows and falls with the similarity of its key
-to the other keys, as a reasoning text says much twice. `methods.periodic` says when a KV head goes
-back to its budget. The state keeps the last rows' queries, and a second copy of the kept keys on
-the device.
+unattended and redundant, as a reasoning text says much twice. The state keeps the last rows'
+queries, and a second copy of the kept keys on the device.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -96,13 +92,9 @@ class RKV(Periodic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        enough = self.kept_tokens is None or self.kept_tokens > self.window
         above = f"above window={self.window}, or null"
-        require(
-            self.kept_tokens is None or self.kept_tokens > self.window,
-            "kept_tokens",
-            self.kept_tokens,
-            above,
-        )
+        require(enough, "kept_tokens", self.kept_tokens, above)
 
 
 def similarity(keys: Tensor, present: Tensor) -> Tensor:

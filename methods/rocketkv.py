@@ -1,16 +1,9 @@
 """RocketKV (Behnam et al., ICML 2025): evict once, then select among what is left.
 
-A step may read a budget of tokens. That is a compression c = prompt / budget, which two stages
-share. At the end of the prompt SnapKV's rule, with a wide smoothing, evicts all but prompt / c^a
-tokens. The steps that follow select among the tokens that are left, and have to leave out a factor
-of c' = kept / budget. They do so in two dimensions: the kept keys are cut into chunks of about
-sqrt(c') tokens with elementwise bounds, and a query reads these bounds in its largest channels
-alone, about head_dim / sqrt(c') of them. Half of the budget is bounds, the other half tokens.
-
-The rule is the paper's. What it leaves open, which of the two bounds of a channel is read and the
-scale of the scores, is as in TensorRT-LLM's free implementation (Apache-2.0,
-`tensorrt_llm/_torch/attention_backend/sparse/rocket`). Of the authors' code, which is not free, its
-configurations and the size of what stays were looked at, and no more.
+The rule is the paper's: two stages share a compression c. What it leaves open, which of the two
+bounds of a channel is read and the scale of the scores, is as in TensorRT-LLM's free implementation
+(Apache-2.0, `tensorrt_llm/_torch/attention_backend/sparse/rocket`). Of the authors' code, which is
+not free, its configurations and the size of what stays were looked at, and no more.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -56,6 +49,7 @@ from methods.base import (
     QueryRows,
     Selection,
     TokenCounts,
+    least_number,
     require,
 )
 from methods.prompt_evicting import SnapKVState
@@ -64,8 +58,8 @@ from methods.settings import Allowed, least, odd, setting
 
 
 class Plan(NamedTuple):
-    """What a prompt's length decides. kept: tokens of the prompt that stay. chunk: tokens of a
-    chunk. channels: of a chunk's bounds that a query reads. read: tokens that a row reads."""
+    """Numbers that a prompt's length decides. kept: tokens of the prompt that stay. chunk: tokens
+    of a chunk. channels: of a chunk's bounds that a query reads. read: tokens that a row reads."""
 
     kept: int
     chunk: int
@@ -140,15 +134,15 @@ class RocketKVState(SnapKVState):
         in_chunk = (number // chunk.unsqueeze(-1)).clamp(0, self.num_chunks - 1)
         scores = self._chunk_scores(layer, rows.query, channels)
         index = in_chunk[:, :, None, None].expand(*scores.shape[:4], -1)
-        of_tokens = scores.gather(-1, index)
+        token_scores = scores.gather(-1, index)
         # Tokens of the unfinished chunk have no score and are read
         visible = tokens.unsqueeze(2) < positions[:, None, :, None]
         unfinished = visible & (in_chunk.unsqueeze(2) >= full[:, None, :, None])
-        of_tokens.masked_fill_(unfinished.unsqueeze(2), 0.0)
-        of_tokens.masked_fill_(~visible.unsqueeze(2), -math.inf)
+        token_scores.masked_fill_(unfinished.unsqueeze(2), 0.0)
+        token_scores.masked_fill_(~visible.unsqueeze(2), -math.inf)
         always = method.forced(tokens, tokens, positions, count)
         forced = unfinished if always is None else unfinished | (always & visible)
-        chosen = largest(method.reduced(of_tokens, forced), count)
+        chosen = largest(method.reduced(token_scores, forced), count)
         mask, num_read = method.joined(chosen, count, self.geometry)
         side = (full * channels).double() / self.geometry.elements
         return Selection(mask, num_read, side)
@@ -246,12 +240,8 @@ class RocketKV(SelectingBy):
         require(kept > safe or kept == shortest, name, getattr(self, name), allowed)
         super().check(geometry, lengths)
 
-    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return None if self.group == "union" else self.max_tokens_read(counts, layer)
-
-    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
-        held = self.tokens_kept(counts, layer)
-        return held if self.group == "union" else min(held, self._read(counts.prompt))
+    def set_size(self, counts: TokenCounts) -> int:
+        return min(self.tokens_kept(counts, self.dense_layers), self._read(counts.prompt))
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         return self.kept(counts.prompt) + counts.cached - counts.prompt
@@ -264,9 +254,5 @@ class RocketKV(SelectingBy):
         """The least number that keeps one token more than always stay."""
         below = f"below {counts.prompt}, the shortest prompt"
         require(self.safe < counts.prompt, "num_sinks + method.window", self.safe, below)
-        low, high = 0.0, 1.0
-        for _ in range(24):
-            middle = (low + high) / 2
-            is_enough = self.with_budget(middle).kept(counts.prompt) > self.safe
-            low, high = (low, middle) if is_enough else (middle, high)
-        return max(high, super().min_budget(counts))
+        smallest = least_number(lambda frac: self.with_budget(frac).kept(counts.prompt) > self.safe)
+        return max(smallest, super().min_budget(counts))

@@ -1,6 +1,6 @@
 """Samples of cached tokens, and the weights with which they stand for the tokens that are not read.
 
-`sampled` draws by score. A token of score p gets a random number u in (0, 1), and the tokens with
+A sample is drawn by score. A token of score p gets a random number u in (0, 1), and the tokens with
 the largest p / u are read. Let c be the largest p / u of the tokens that are not read. A token of
 score p >= c is read whatever its number is. A token of less score is read with probability p / c,
 and so it counts c / p times. Every sum over the weighted tokens is then right on average: priority
@@ -14,45 +14,32 @@ cache has them already.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from methods.base import QueryRows
 from methods.compiled import kernels_for
-from methods.selection import largest
 
 Number = TypeVar("Number", int, Tensor)
 WORD = 2**32 - 1
 """The bits of a hash."""
 LASTING_BITS = 23
-"""Of a lasting number: with a half added, fp32 holds it exactly."""
+"""Bits of a lasting number: with a half added, fp32 holds it exactly."""
 
 
-class Sample(NamedTuple):
-    """mask: tokens that are read, bool [batch, sets, rows, slots]. log_weights: logarithm of how
-    many times each of them counts, fp32 of the same shape; 0 for a token that counts once and for
-    one that is not read."""
-
-    mask: Tensor
-    log_weights: Tensor
-
-
-def sampled(score: Tensor, numbers: Tensor, count: Tensor) -> Sample:
-    """Draw the `count` tokens with the largest score / number.
-
-    score: fp32 [batch, sets, rows, slots], above 0 and finite, -inf for a token that may not be
-    read; numbers: in (0, 1), broadcast to it; count: int [batch, rows]. Where there are no more
-    than `count` tokens, all are read and count once. No device sync.
-    """
-    ranked = score / numbers
-    mask = largest(ranked, count)
-    return Sample(mask, log_weights(score, ranked, mask))
+def ranked(score: Tensor, seed: int, layer: int, rows: QueryRows) -> Tensor:
+    """Score / number of each token: those with the largest are drawn. fp32 like `score` [batch,
+    sets, rows, slots], which is above 0 and finite, -inf for a token that may not be read."""
+    if kernels := kernels_for(score):
+        return kernels.ranked(score, rows, mixed(seed), layer, LASTING_BITS)
+    return score / lasting_numbers(seed, layer, rows, score.shape[1])
 
 
 def log_weights(score: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
-    """The weights of a `Sample`. ranked: score / number; mask: the tokens that are read."""
+    """Logarithm of how many times each token that is read (`mask`) counts, fp32 like `score`; 0
+    for a token that counts once and for one that is not read."""
     if kernels := kernels_for(score):
         return kernels.log_weights(score, ranked, mask)
     border = ranked.masked_fill(mask, 0.0).amax(-1, keepdim=True)
@@ -73,9 +60,9 @@ def random_numbers(seed: int, layer: int, rows: QueryRows, sets: int, sample: in
     if kernels := kernels_for(rows.positions):
         return kernels.random_numbers(salt, seed, rows, sets)
     heads = torch.arange(sets, device=rows.positions.device)
-    of_set = mixed(mixed(heads + salt) + seed)
-    of_row = mixed(of_set[:, None] + rows.positions[:, None])
-    return (mixed(of_row.unsqueeze(-1) + rows.slot_positions.unsqueeze(2)) >> 8).float()
+    set_hash = mixed(mixed(heads + salt) + seed)
+    row_hash = mixed(set_hash[:, None] + rows.positions[:, None])
+    return (mixed(row_hash.unsqueeze(-1) + rows.slot_positions.unsqueeze(2)) >> 8).float()
 
 
 def lasting_numbers(seed: int, layer: int, rows: QueryRows, sets: int) -> Tensor:
@@ -86,8 +73,8 @@ def lasting_numbers(seed: int, layer: int, rows: QueryRows, sets: int) -> Tensor
     then.
     """
     turn = mixed(torch.arange(sets, device=rows.positions.device) + layer * 2**16)
-    of_token = mixed(rows.slot_positions.long() + mixed(seed))
-    turned = (of_token + turn[:, None]) & (2**LASTING_BITS - 1)
+    token_hash = mixed(rows.slot_positions.long() + mixed(seed))
+    turned = (token_hash + turn[:, None]) & (2**LASTING_BITS - 1)
     return turned.float().add_(0.5).div_(2**LASTING_BITS).unsqueeze(2)
 
 

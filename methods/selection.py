@@ -33,6 +33,7 @@ from methods.base import (
     When,
     checked,
     floor_frac,
+    least_number,
     require,
 )
 from methods.compiled import kernels_for
@@ -60,14 +61,27 @@ class Selecting(Method):
         """The least number that reads a token beside the sinks at the first row."""
         if not self.num_sinks:
             return super().min_budget(counts)
-        first, low, high = counts._replace(cached=counts.prompt), 0.0, 1.0
-        for _ in range(24):
-            middle = (low + high) / 2
-            enough = (
-                self.with_budget(middle).max_tokens_read(first, self.dense_layers) > self.num_sinks
-            )
-            low, high = (low, middle) if enough else (middle, high)
-        return high
+        first = counts._replace(cached=counts.prompt)
+
+        def is_enough(frac: float) -> bool:
+            read = self.with_budget(frac).max_tokens_read(first, self.dense_layers)
+            return read > self.num_sinks
+
+        return least_number(is_enough)
+
+    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
+        """Tokens of a set; None for a union, whose size the data decides."""
+        return None if self.group == "union" else self.max_tokens_read(counts, layer)
+
+    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
+        """Tokens of a set at most; for a union all that are kept."""
+        if self.group == "union":
+            return self.tokens_kept(counts, layer)
+        return self.set_size(counts)
+
+    def set_size(self, counts: TokenCounts) -> int:
+        """Tokens of each set that is chosen, at most."""
+        raise NotImplementedError
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where the sinks leave nothing to select in the shortest prompt, unless all of
@@ -76,12 +90,8 @@ class Selecting(Method):
         shortest = TokenCounts(prompt, prompt, int(lengths.final.min()))
         read = self.max_tokens_read(shortest, self.dense_layers)
         enough = not self.num_sinks or read > self.num_sinks or read == shortest.cached
-        require(
-            enough,
-            "num_sinks",
-            self.num_sinks,
-            f"below {read}, what is read of a prompt of {prompt} tokens",
-        )
+        below = f"below {read}, what is read of a prompt of {prompt} tokens"
+        require(enough, "num_sinks", self.num_sinks, below)
 
     def forced(
         self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor
@@ -216,12 +226,12 @@ def at_rank(values: Tensor, rank: Tensor) -> Tensor:
         index = rank[:, None, :, None].expand(*values.shape[:-1], 1)
         return values.sort(-1).values.gather(-1, index)
     found = values.new_empty(*values.shape[:-1], 1)
-    for of_sequence, ranks, into in zip(values.numpy(), rank.numpy(), found.numpy(), strict=True):
+    for sequence, ranks, into in zip(values.numpy(), rank.numpy(), found.numpy(), strict=True):
         # Neighbouring rows often have one rank: a call for all of them
         borders = np.flatnonzero(np.diff(ranks)) + 1
         for start, stop in itertools.pairwise([0, *borders.tolist(), len(ranks)]):
             at = int(ranks[start])
-            parted = np.partition(of_sequence[:, start:stop], at, axis=-1)
+            parted = np.partition(sequence[:, start:stop], at, axis=-1)
             into[:, start:stop, 0] = parted[..., at]
     return found
 
@@ -264,9 +274,7 @@ def _largest_of_one_row(values: Tensor, counts: Sequence[int]) -> Tensor:
     slots = values.shape[-1]
     if len(set(counts)) > 1:
         parts = zip(values.split(1), counts, strict=True)
-        return torch.cat(
-            [_largest_of_one_row(of_sequence, [count]) for of_sequence, count in parts]
-        )
+        return torch.cat([_largest_of_one_row(own_values, [count]) for own_values, count in parts])
     count = min(counts[0], slots)
     if count <= 0:
         return torch.zeros_like(values, dtype=torch.bool)
@@ -312,22 +320,17 @@ class Retrieving(SelectingBy):
 
     def budget_in_tokens(self, cached: int) -> int:
         """Tokens that the settings ask for with `cached` tokens."""
-        return (
-            int(self.budget * cached) if self.read_tokens is None else min(self.read_tokens, cached)
-        )
+        if self.read_tokens is not None:
+            return min(self.read_tokens, cached)
+        return int(self.budget * cached)
 
     def pages_read(self, cached: int) -> int:
         """Full pages that a row with `cached` tokens reads beside the last, unfinished one."""
         wanted = (self.budget_in_tokens(cached) - cached % self.page_size) // self.page_size
         return min(cached // self.page_size, max(1, wanted))
 
-    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return None if self.group == "union" else self._read(counts.cached)
-
-    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
-        return counts.cached if self.group == "union" else self._read(counts.cached)
-
-    def _read(self, cached: int) -> int:
+    def set_size(self, counts: TokenCounts) -> int:
+        cached = counts.cached
         return self.pages_read(cached) * self.page_size + cached % self.page_size
 
     def with_budget(self, frac: float) -> Self:
@@ -426,8 +429,6 @@ class RetrievingState(State):
         size = self.method.page_size
         page = (rows.slot_positions // size).clamp(max=self.num_pages - 1).long().unsqueeze(2)
         chosen = pages.gather(-1, page.expand(*pages.shape[:3], -1))
-        unfinished = (
-            rows.slot_positions.unsqueeze(2)
-            >= (rows.positions - rows.positions % size)[:, None, :, None]
-        )
+        first_unfinished = rows.positions - rows.positions % size
+        unfinished = rows.slot_positions.unsqueeze(2) >= first_unfinished[:, None, :, None]
         return (chosen | unfinished) & rows.visible()

@@ -53,7 +53,7 @@ def _read_once(cls: Any) -> tuple[Setting, ...]:
 
 
 def _said(cls: type, name: str, key: str) -> Any:
-    """What the class, or the nearest one that it derives from, says of a field."""
+    """Metadata of a field, of the class or of the nearest one that it derives from."""
     for owner in cls.__mro__:
         field = vars(owner).get("__dataclass_fields__", {}).get(name)
         if field is not None and field.metadata.get(key) is not None:

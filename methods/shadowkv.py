@@ -1,10 +1,7 @@
 """ShadowKV (Sun et al., ICML 2025): keys of low rank on the device, values fetched by chunks.
 
-The keys of the prompt before their positions, all KV heads side by side, are kept as a product of
-low rank. A chunk of tokens is scored by its landmark, the mean of its keys after their positions.
-The keys of the best chunks are rebuilt and get their positions back; their values cross the link.
-Three kinds of tokens stay exact on the device: chunks whose keys differ most from their landmark,
-the last chunks of the prompt, and all generated tokens.
+A landmark is the mean of a chunk's keys after their positions. Those of the best chunks are rebuilt
+and get their positions back.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -33,16 +30,16 @@ from methods.base import (
     PromptRows,
     QueryRows,
     Selection,
+    State,
     TokenCounts,
     floor_frac,
 )
-from methods.extras import KeysOnDevice, KeysOnDeviceState
 from methods.selection import RetrievingPages, largest
 from methods.settings import least, setting, share
 
 
-class ShadowKVState(KeysOnDeviceState):
-    """What is kept of the prompt, by layer. Chunks are counted from position 0.
+class ShadowKVState(State):
+    """Tensors of the prompt, by layer. Chunks are counted from position 0.
 
     left: [batch, prompt, rank], right: [batch, num_kv_heads, rank, head_dim]; their product is the
     keys before their positions. landmarks: [batch, num_kv_heads, chunks, head_dim]. selectable:
@@ -59,9 +56,8 @@ class ShadowKVState(KeysOnDeviceState):
     def start(self, calibration: Calibration | None) -> None:
         prompts, device = self.lengths.prompt.tolist(), self.lengths.prompt.device
         chunks = [self.method.chunks(prompt) for prompt in prompts]
-        self.outliers = torch.tensor(
-            [self.method.outliers(count) for count in chunks], device=device
-        )
+        outliers = [self.method.outliers(count) for count in chunks]
+        self.outliers = torch.tensor(outliers, device=device)
         self.fetchable = torch.tensor(chunks, device=device) - self.outliers
 
     def prompt(
@@ -69,41 +65,33 @@ class ShadowKVState(KeysOnDeviceState):
     ) -> None:
         # Keys of low rank. Padding is rows of zeros, which change nothing.
         positions = rows.positions.masked_fill(~rows.real, 0)
-        bare = (
-            self.geometry.rotate(key.float(), positions, inverse=True, layer=layer)
-            * rows.real[:, None, :, None]
-        )
-        of_tokens = bare.transpose(1, 2).flatten(2)
-        rank = math.ceil(self.method.rank_frac * of_tokens.shape[-1])
-        left, right = low_rank(of_tokens, rank)
+        bare = self.geometry.rotate(key.float(), positions, inverse=True, layer=layer)
+        bare_rows = (bare * rows.real[:, None, :, None]).transpose(1, 2).flatten(2)
+        rank = math.ceil(self.method.rank_frac * bare_rows.shape[-1])
+        left, right = low_rank(bare_rows, rank)
         self.left[layer] = left.to(key.dtype)
         self.right[layer] = right.unflatten(-1, (key.shape[1], -1)).transpose(1, 2).to(key.dtype)
         # The landmarks, and the chunks that stay
         size, length = self.method.page_size, key.shape[2]
         chunks = -(-length // size)
         column = torch.arange(chunks * size, device=key.device) + (length - rows.lengths)[:, None]
-        index = column.clamp(max=length - 1)[:, None, :, None].expand(
-            -1, key.shape[1], -1, key.shape[-1]
-        )
+        index = column.clamp(max=length - 1)[:, None, :, None]
+        index = index.expand(-1, key.shape[1], -1, key.shape[-1])
         chunked = key.gather(2, index).unflatten(2, (chunks, size))
         landmarks = self.landmarks[layer] = chunked.mean(3)
-        unlike = -cosine_similarity(chunked.float(), landmarks.float().unsqueeze(3), dim=-1).amin(
-            -1
-        )
-        candidate = (
-            torch.arange(chunks, device=key.device) < (self.outliers + self.fetchable)[:, None]
-        )
+        cosines = cosine_similarity(chunked.float(), landmarks.float().unsqueeze(3), dim=-1)
+        unlike = -cosines.amin(-1)
+        num_candidates = (self.outliers + self.fetchable)[:, None]
+        candidate = torch.arange(chunks, device=key.device) < num_candidates
         unlike = unlike.masked_fill(~candidate[:, None], -math.inf).unsqueeze(2)
         outlier = largest(unlike, self.outliers[:, None])[:, :, 0]
         self.selectable[layer] = candidate[:, None] & ~outlier
 
     def resident(self, layer: int) -> Tensor:
-        position = self._positions(
-            torch.arange(self.left[layer].shape[1], device=self.left[layer].device)
-        )
-        return (position >= 0)[:, None] & ~self._in_chunks(
-            self.selectable[layer].unsqueeze(2), position
-        )[:, :, 0]
+        left = self.left[layer]
+        position = self._positions(torch.arange(left.shape[1], device=left.device))
+        in_chunks = self._in_chunks(self.selectable[layer].unsqueeze(2), position)[:, :, 0]
+        return (position >= 0)[:, None] & ~in_chunks
 
     def rebuild(self, layer: int, slots: Tensor) -> Tensor:
         slots = slots.clamp(min=0)
@@ -112,18 +100,14 @@ class ShadowKVState(KeysOnDeviceState):
         bare = rows.unflatten(1, slots.shape[1:]) @ self.right[layer]
         positions = self._positions(slots.flatten(1)).clamp(min=0).view_as(slots)
         # Each head's tokens have positions of their own, so each head is a sequence here.
-        rebuilt = self.geometry.rotate(
-            bare.flatten(0, 1).unsqueeze(1), positions.flatten(0, 1), layer=layer
-        )
+        heads = bare.flatten(0, 1).unsqueeze(1)
+        rebuilt = self.geometry.rotate(heads, positions.flatten(0, 1), layer=layer)
         return rebuilt.view_as(bare)
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """The best chunks by their landmarks."""
-        method, selectable, positions = (
-            self.method,
-            self.selectable[layer].unsqueeze(2),
-            rows.positions,
-        )
+        method, positions = self.method, rows.positions
+        selectable = self.selectable[layer].unsqueeze(2)
         scores = attention_scores(rows.query, self.landmarks[layer], self.geometry.scale)
         scores.masked_fill_(~selectable.unsqueeze(2), -math.inf)
         if method.read_tokens is None:
@@ -132,9 +116,8 @@ class ShadowKVState(KeysOnDeviceState):
             wanted = positions.clamp(max=method.read_tokens)
         count = torch.minimum((wanted // method.page_size).clamp(min=1), self.fetchable[:, None])
         first = torch.arange(scores.shape[-1], device=scores.device)[None, None] * method.page_size
-        forced = method.forced(
-            first, first + method.page_size - 1, positions, count * method.page_size
-        )
+        last = first + method.page_size - 1
+        forced = method.forced(first, last, positions, count * method.page_size)
         chosen = largest(method.reduced(scores, forced), count)
         chunks, num_chunks = method.joined(chosen, count, self.geometry)
         num_read = num_chunks * method.page_size
@@ -142,9 +125,8 @@ class ShadowKVState(KeysOnDeviceState):
         # The landmarks, the rows of `left` and all of `right` that rebuild the keys, and the tokens
         # that stay
         head_dim, prompt = self.geometry.head_dim, self.lengths.prompt[:, None]
-        rank = prompt.clamp(
-            max=self.right[layer].shape[-2]
-        )  # the rank of a shorter prompt is its length
+        # The rank of a shorter prompt is its length
+        rank = prompt.clamp(max=self.right[layer].shape[-2])
         fetchable = self.fetchable[:, None]
         index = fetchable * head_dim + num_read * rank + rank * head_dim
         side = index / self.geometry.elements + positions - fetchable * method.page_size
@@ -157,14 +139,11 @@ class ShadowKVState(KeysOnDeviceState):
         return columns - (prompt - self.lengths.prompt)[:, None]
 
     def _in_chunks(self, chunks: Tensor, positions: Tensor) -> Tensor:
-        """Which tokens at `positions` [batch, n] are in `chunks` [batch, num_kv_heads, rows,
-        chunks]: bool [..., n]."""
+        """Mask of the tokens at `positions` [batch, n] that are in `chunks` [batch, num_kv_heads,
+        rows, chunks]: bool [..., n]."""
         chunk = positions.clamp(min=0) // self.method.page_size
-        index = (
-            chunk.clamp(max=chunks.shape[-1] - 1)
-            .long()[:, None, None]
-            .expand(*chunks.shape[:3], -1)
-        )
+        index = chunk.clamp(max=chunks.shape[-1] - 1).long()[:, None, None]
+        index = index.expand(*chunks.shape[:3], -1)
         return chunks.gather(-1, index) & (chunk < chunks.shape[-1])[:, None, None]
 
 
@@ -190,7 +169,7 @@ def _strongest(square: Tensor, rank: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ShadowKV(KeysOnDevice, RetrievingPages):
+class ShadowKV(RetrievingPages):
     """Fetches the values of `budget` of the cached tokens, or of `read_tokens`, in chunks of
     `page_size` tokens. The official code keeps a rank of 160 of 1,024, and 48 outliers of 128 Ki
     tokens.
@@ -222,9 +201,6 @@ class ShadowKV(KeysOnDevice, RetrievingPages):
     def outliers(self, chunks: int) -> int:
         """Number of `chunks` that stay."""
         return math.ceil(self.outlier_frac * chunks)
-
-    def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return None if self.group == "union" else self.max_tokens_read(counts, layer)
 
     def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
         chunks = self._fetchable(counts.prompt)

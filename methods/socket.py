@@ -1,10 +1,5 @@
 """SOCKET (Joshi et al., 2026): soft collisions of hashes, with no key read to choose.
 
-The device keeps of every token the sides of random planes on which its key lies, and the length of
-its value. The planes are in `tables` of `planes` each, and the sides of one table are the key's
-bucket there: a corner of a cube. A query gives every corner a probability, and a token's score is
-the sum over the tables of the probability of its bucket, times the length of its value.
-
 Official code: github.com/skylight-org/sparse-attention-hub, `socket_top_k.py` and
 `utils/socket_utils.py` under `sparse_attention_hub/sparse_attention/research_attention/maskers/
 fixed/implementations`; github.com/amarka8/SOCKET has the paper's settings.
@@ -41,8 +36,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from methods.base import Calibration, PromptRows, QueryRows
-from methods.codecs.base import code_bytes, pack_codes
 from methods.coded_keys import room_for_keys, unpack_to
+from methods.packing import code_bytes, pack_codes
 from methods.projection import tokens_of
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import Allowed, least, setting
@@ -104,8 +99,10 @@ class SocketState(RetrievingState):
         query = rows.query.float().unflatten(1, (self.geometry.num_kv_heads, -1)).flatten(2, 3)
         sharpness = 1 / (method.tau * math.sqrt(self.geometry.head_dim))
         logits = 2 * sharpness * torch.tanh(query @ self.normals[0].mT)
-        of_tables = logits.unflatten(-1, (method.tables, method.planes)).transpose(2, 3)
-        if_all_zero = logsigmoid(-of_tables).sum(-1, keepdim=True)  # [batch, kv, tables, rows, 1]
+        table_logits = logits.unflatten(-1, (method.tables, method.planes)).transpose(2, 3)
+        if_all_zero = logsigmoid(-table_logits).sum(
+            -1, keepdim=True
+        )  # [batch, kv, tables, rows, 1]
         packed = self.hashes[layer][:, :, :num_slots].mT  # a byte of all tokens lies in one piece
         bits = query.new_empty((*packed.shape[:2], 8 * packed.shape[2], num_slots))
         unpack_to(packed, 1, bits)
@@ -115,7 +112,7 @@ class SocketState(RetrievingState):
         at_once = max(1, PRODUCT_BYTES // max(1, 4 * collisions.numel()))
         for first in range(0, method.tables, at_once):
             part = slice(first, first + at_once)
-            log_probs = of_tables[:, :, part] @ bits[:, :, part] + if_all_zero[:, :, part]
+            log_probs = table_logits[:, :, part] @ bits[:, :, part] + if_all_zero[:, :, part]
             collisions += log_probs.exp_().sum(2)
         if method.value_weighted:
             collisions *= self.value_norms[layer][:, :, None, :num_slots].float()
@@ -126,8 +123,8 @@ class SocketState(RetrievingState):
         KV heads share: every query meets all of them."""
         method, geometry = self.method, self.geometry
         bits = 8 * code_bytes(method.num_bits, 1) + 16 * method.value_weighted
-        of_tokens = positions.double() * (bits / (16 * geometry.elements))
-        return of_tokens + tokens_of(self.normals[0], geometry) / geometry.num_kv_heads
+        token_size = positions.double() * (bits / (16 * geometry.elements))
+        return token_size + tokens_of(self.normals[0], geometry) / geometry.num_kv_heads
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,5 @@
 """SparQ (Ribar et al., ICML 2024): scores on the channels in which the present query is largest.
 
-They change from query to query, so the index is the keys themselves. The mean value stands for the
-tokens that are not read.
-
 The rule, and where it differs (made into docs/methods.md):
 
 **sparq**: the channels in which the present query is largest. They change every step, so all keys
@@ -53,9 +50,8 @@ class SparQState(PartialKeysState, RetrievingState):
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
-        self.value_sum[layer] = value.new_zeros(
-            (*value.shape[:2], value.shape[-1]), dtype=torch.float32
-        )
+        shape = (*value.shape[:2], value.shape[-1])
+        self.value_sum[layer] = value.new_zeros(shape, dtype=torch.float32)
         super().prompt(layer, query, key, value, rows)
         del self.through[layer], self.first[layer]
 

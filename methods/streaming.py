@@ -1,11 +1,5 @@
-"""Windows over the first tokens ("sinks") and the most recent ones: StreamingLLM and DuoAttention.
-
-StreamingLLM (Xiao et al., ICLR 2024): every KV head keeps such a window.
-
-DuoAttention (Xiao et al., ICLR 2025): the KV heads with the smallest gates keep a window
-("stream"), the others keep everything. Gates come from a file, as the authors trained them, or are
-measured on a text without training (as in kvpress): the mean query attends to the mean key at 500
-positions, and the more of its attention falls on early positions, the larger the gate.
+"""Windows over the first tokens ("sinks") and the most recent ones: StreamingLLM (Xiao et al., ICLR
+2024) in every KV head, DuoAttention (Xiao et al., ICLR 2025) in those with the smallest gates.
 
 The rule, and where it differs (made into docs/methods.md):
 
@@ -48,7 +42,6 @@ from methods.base import (
     require,
 )
 from methods.evicting import EvictingState, EvictingToBudget
-from methods.extras import Calibrates, ReadsFile
 from methods.settings import least, setting, share
 
 
@@ -62,8 +55,8 @@ class WindowState(EvictingState):
         raise NotImplementedError
 
     def streams(self, layer: int) -> Tensor:
-        """Which KV heads of a layer stream, bool [num_kv_heads, 1, 1], or [1, 1, 1] where all are
-        alike."""
+        """Mask of the KV heads of a layer that stream, bool [num_kv_heads, 1, 1], or [1, 1, 1]
+        where all are alike."""
         raise NotImplementedError
 
     def prompt(
@@ -77,13 +70,12 @@ class WindowState(EvictingState):
         self.enter(layer, rows)
         self._leave(layer, torch.where(rows.real, rows.positions + 1, 0).amax(-1))
         window = torch.minimum(rows.positions, (self.method.num_sinks + self.recent)[:, None])
-        read = torch.where(
-            self.streams(layer), window, rows.positions
-        )  # [num_kv_heads or 1, batch, rows]
+        # [num_kv_heads or 1, batch, rows]
+        read = torch.where(self.streams(layer), window, rows.positions)
         return Selection(mask, read.double().mean(0))
 
     def _stays(self, layer: int, token: Tensor, cached: Tensor) -> Tensor:
-        """Which tokens are in the window, bool [batch, num_kv_heads or 1, rows, slots].
+        """Mask of the tokens in the window, bool [batch, num_kv_heads or 1, rows, slots].
 
         token: [batch, 1 or num_kv_heads, 1, slots]; cached: [batch, rows].
         """
@@ -145,8 +137,8 @@ class DuoState(WindowState):
 
 
 @dataclass(frozen=True)
-class DuoAttention(Calibrates, ReadsFile, Method):
-    """Of the KV heads of the layers that are not dense, round(sparsity * their number) stream.
+class DuoAttention(Method):
+    """Share `sparsity` of the KV heads of the layers that are not dense stream, rounded to heads.
     Defaults are those that the authors deploy.
 
     Source: DuoAttention (ICLR 2025)
@@ -165,12 +157,8 @@ class DuoAttention(Calibrates, ReadsFile, Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.file is None or Path(self.file).is_file(),
-            "pattern",
-            self.pattern,
-            "a file that exists, or null",
-        )
+        is_there = self.file is None or Path(self.file).is_file()
+        require(is_there, "pattern", self.pattern, "a file that exists, or null")
 
     @property
     def file(self) -> str | None:
@@ -185,15 +173,15 @@ class DuoAttention(Calibrates, ReadsFile, Method):
     ) -> Calibration:
         """gates: fp32 [num_kv_heads], mean over the group."""
         layer = len(earlier)
-        text, ahead = (torch.arange(n, device=query.device)[None] for n in (query.shape[1], 500))
-        plain = (
-            geometry.rotate(states[None], text, inverse=True, layer=layer).float()
-            for states in (query, key)
-        )
-        means = (
-            states.mean(2, keepdim=True).expand(-1, -1, ahead.shape[1], -1) for states in plain
-        )
-        mean_query, mean_key = (geometry.rotate(states, ahead, layer=layer) for states in means)
+        text = torch.arange(query.shape[1], device=query.device)[None]
+        ahead = torch.arange(500, device=query.device)[None]
+
+        def mean_ahead(states: Tensor) -> Tensor:
+            plain = geometry.rotate(states[None], text, inverse=True, layer=layer).float()
+            mean = plain.mean(2, keepdim=True).expand(-1, -1, ahead.shape[1], -1)
+            return geometry.rotate(mean, ahead, layer=layer)
+
+        mean_query, mean_key = mean_ahead(query), mean_ahead(key)
         softmax = geometry.softmax(layer)
         probs = softmax.weights(softmax.scores(mean_query[:, :, -1:], mean_key))
         return {"gates": probs[0, :, :, 0].cumsum(-1).mean((1, 2))}
@@ -205,32 +193,23 @@ class DuoAttention(Calibrates, ReadsFile, Method):
             assert calibration is not None, "new_state asks for it"
             gates = calibration["gates"]
             differ = bool((gates != gates[0, 0]).any())
-            require(
-                differ,
-                "pattern",
-                None,
-                f"a file: {geometry.family} has no rotary positions to measure gates by",
-            )
+            needed = f"a file: {geometry.family} has no rotary positions to measure gates by"
+            require(differ, "pattern", None, needed)
             return gates
         shape = (geometry.num_layers, geometry.num_kv_heads)
         try:
             gates = torch.from_numpy(np.loadtxt(self.file, delimiter="\t", ndmin=2)).float()
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"method.pattern={self.pattern}: must be numbers separated by tabs ({error})"
-            ) from error
+            wrong = f"method.pattern={self.pattern}: must be numbers separated by tabs ({error})"
+            raise ValueError(wrong) from error
         fits = tuple(gates.shape) == shape and bool(gates.isfinite().all())
-        require(
-            fits,
-            "pattern",
-            self.pattern,
-            f"{shape[0]} lines of {shape[1]} finite numbers, one for each KV head",
-        )
+        allowed = f"{shape[0]} lines of {shape[1]} finite numbers, one for each KV head"
+        require(fits, "pattern", self.pattern, allowed)
         return gates
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float:
-        """As if exactly `sparsity` of the heads streamed; rounding to whole heads differs by half a
-        head at most."""
+        """Tokens as if exactly `sparsity` of the heads streamed; whole heads differ by half a head
+        at most."""
         window = min(counts.cached, self.num_sinks + self.num_recent)
         return (1 - self.sparsity) * counts.cached + self.sparsity * window
 

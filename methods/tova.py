@@ -1,9 +1,5 @@
 """TOVA (Oren et al., EMNLP 2024): keep the tokens that the last row attends to most.
 
-After the prompt, once, and after every row, the tokens that the last row attends to least leave;
-its current token may leave too. All heads of a layer share one set: the attention is the mean over
-all of them.
-
 The rule, and where it differs (made into docs/methods.md):
 
 **tova** keeps floor(`budget` · T) tokens or `kept_tokens`. After the prompt and every row, the
@@ -39,9 +35,8 @@ class TOVAState(ScoreState):
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
-        score = received_attention(
-            query, key, rows.real, self.geometry.softmax(layer), first=max(0, key.shape[2] - 1)
-        )
+        softmax, last = self.geometry.softmax(layer), max(0, key.shape[2] - 1)
+        score = received_attention(query, key, rows.real, softmax, first=last)
         return score.mean(1, keepdim=True).expand_as(score)
 
     def observe(self, score: Tensor, probs: Tensor) -> None:

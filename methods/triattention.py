@@ -44,12 +44,11 @@ import torch
 from torch import Tensor
 
 from methods.base import Calibration, Geometry
-from methods.extras import Calibrates
 from methods.periodic import Held, KeyedState, Periodic
 from methods.settings import least, require, setting
 
 LEAST_DEVIATION = 1e-6
-"""Of a head's scores, by which they are divided; as in the official code."""
+"""Least deviation of a head's scores, by which they are divided; as in the official code."""
 
 
 class TriAttentionState(KeyedState):
@@ -98,7 +97,7 @@ class TriAttentionState(KeyedState):
 
 
 @dataclass(frozen=True)
-class TriAttention(Calibrates, Periodic):
+class TriAttention(Periodic):
     """The prompt stays, and the default budget is the official one.
 
     Source: TriAttention (ICML 2026)
@@ -150,9 +149,9 @@ def planes(geometry: Geometry, layer: int, like: Tensor) -> tuple[Tensor, Tensor
     one = torch.ones(1, 1, dtype=torch.long, device=like.device)
     made = geometry.rotate(units, one, layer=layer)[0, :, 0].double()  # [from, to]
     cosine = made.diagonal()
-    of_others = made - torch.diag(cosine)
-    partner = of_others.abs().argmax(0)
-    sine = of_others.gather(0, partner[None])[0]
+    crossing = made - torch.diag(cosine)
+    partner = crossing.abs().argmax(0)
+    sine = crossing.gather(0, partner[None])[0]
     itself = torch.arange(geometry.head_dim, device=like.device)
     return torch.where(sine == 0, itself, partner), torch.atan2(sine, cosine)
 

@@ -1,10 +1,6 @@
 """Twilight (Lin et al., NeurIPS 2025): of a retriever's candidates, the fewest tokens that hold a
-share p of attention.
-
-Select: Quest's best pages, `candidate_frac` of the cached tokens, are the candidates. Prune: keys
-in 4 bits give each candidate an estimated score. In the order of the softmax over the candidates,
-tokens are read until their probabilities add up to `p`. So a head whose attention is flat reads
-many tokens, and one that is focused reads few.
+share p of attention. So a head whose attention is flat reads many tokens, and one that is focused
+reads few.
 
 Official code: github.com/tsinghua-ideal/Twilight, `twilight/pyimpl/{attention,top_p,quantize}.py`;
 its `benchmark/configs/config_quest_twi.json` has the defaults.
@@ -67,9 +63,8 @@ class TwilightState(QuestState, PartialKeysState):
         scores = softmax.capped(PartialKeysState.scores(self, layer, rows))
         if method.group == "union":
             scores = scores.flatten(1, 2).unsqueeze(2)
-        weights = (
-            scores.masked_fill(~candidates.unsqueeze(2), -math.inf).softmax(-1).nan_to_num_()
-        )  # 0 / 0 of none
+        scores = scores.masked_fill(~candidates.unsqueeze(2), -math.inf)
+        weights = scores.softmax(-1).nan_to_num_()  # 0 / 0 of none
         mask = method.prune(weights.mean(2), candidates, rows)
         joint, _ = method.joined(mask, positions, self.geometry)
         side = PartialKeysState.index_read(self, layer, num_candidates)
@@ -116,18 +111,13 @@ class Twilight(SelectingBy):
         return self._retriever.pages_read(cached)
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return (
-            self.max_tokens_read(counts, layer) if self.p == 1 and self.group != "union" else None
-        )
+        return super().tokens_read(counts, layer) if self.p == 1 else None
 
-    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
-        if self.group == "union":
-            return counts.cached
+    def set_size(self, counts: TokenCounts) -> int:
         candidates = counts.cached
         if self.candidate_frac is not None:
-            candidates = (
-                self.pages_read(counts.cached) * self.page_size + counts.cached % self.page_size
-            )
+            pages, unfinished = self.pages_read(counts.cached), counts.cached % self.page_size
+            candidates = pages * self.page_size + unfinished
         return min(candidates, max(1, int(self.budget * counts.cached)))
 
     def with_budget(self, frac: float) -> Self:

@@ -1,12 +1,5 @@
-"""vAttention (Desai et al., ICLR 2026): read the best tokens, and a weighted sample of the others.
-
-Sinks, recent tokens and the best by an index are the fixed set. Of the other n tokens b are drawn
-uniformly, and each counts n / b times: log(n / b) is added to its score. A small base sample gives
-sigma, the standard deviation of exp(score) among the others, and D, the denominator of the softmax.
-With b = (z sigma n / (epsilon D))^2 and z = Phi^-1(1 - delta), the central limit theorem says that
-D is too small by more than epsilon D in a share delta of all cases, and too large in as many. The b
-tokens are drawn without regard to the base sample: a base sample that misses the heavy tokens gives
-a small b, and if it were part of the sample, the denominator would be too small on average.
+"""vAttention (Desai et al., ICLR 2026): read the best tokens, and a weighted sample of the others,
+as large as the central limit theorem asks for.
 
 Official code: github.com/xAlg-ai/sparse-attention-hub (now skylight-org),
 `maskers/sampling/implementations/ adaptive_sampling.py` under
@@ -82,9 +75,8 @@ class VAttentionState(PartialKeysState):
         method, visible = self.method, rows.visible()
         if method.has_index:
             scores = self.geometry.softmax(layer).capped(self.scores(layer, rows))
-            seen = visible.scatter(
-                -1, rows.own_slots.unsqueeze(-1).long(), True
-            )  # the own key is in the index by now
+            own = rows.own_slots.unsqueeze(-1).long()  # whose key is in the index by now
+            seen = visible.scatter(-1, own, True)
             scores.masked_fill_(~seen.unsqueeze(2), -math.inf)
         else:
             scores = rows.true_scores().clone()
@@ -95,17 +87,15 @@ class VAttentionState(PartialKeysState):
         count = torch.minimum(cap, method.share(method.fixed_frac, rows.positions))
         scores.masked_fill_(~visible.unsqueeze(2), -math.inf)
         forced = method.forced(rows.slot_positions, rows.slot_positions, rows.positions, count)
-        fixed, _ = method.joined(
-            largest(method.reduced(scores, forced), count), count, self.geometry
-        )
+        best = largest(method.reduced(scores, forced), count)
+        fixed, _ = method.joined(best, count, self.geometry)
 
         # The sample: those with the smallest random numbers
         others = visible & ~fixed
         size = number = others.sum(-1)
         if method.epsilon:
-            base_size = torch.minimum(
-                floor_frac(method.base_frac, number).clamp(min=MIN_SAMPLE), number
-            )
+            base_size = floor_frac(method.base_frac, number).clamp(min=MIN_SAMPLE)
+            base_size = torch.minimum(base_size, number)
             base = self.drawn(BASE_SAMPLE, layer, rows, others, base_size)
             size = method.sample_size(powers, ~others, base, number, base_size)
         size = torch.minimum(size, (cap[:, None] - fixed.sum(-1)).clamp(min=0))
@@ -187,26 +177,15 @@ class VAttention(Selecting):
         prompt, unless all of it is in the set."""
         prompt = int(lengths.prompt.min())
         fixed = min(prompt, max(1, int(min(self.fixed_frac, self.budget) * prompt)))
-        require(
-            not self.num_sinks or fixed > self.num_sinks or fixed == prompt,
-            "num_sinks",
-            self.num_sinks,
-            f"below {fixed}, the fixed set of a prompt of {prompt} tokens",
-        )
+        enough = not self.num_sinks or fixed > self.num_sinks or fixed == prompt
+        below = f"below {fixed}, the fixed set of a prompt of {prompt} tokens"
+        require(enough, "num_sinks", self.num_sinks, below)
 
     def tokens_read(self, counts: TokenCounts, layer: int) -> float | None:
-        return (
-            self.max_tokens_read(counts, layer)
-            if self.epsilon == 0 and self.group != "union"
-            else None
-        )
+        return super().tokens_read(counts, layer) if self.epsilon == 0 else None
 
-    def max_tokens_read(self, counts: TokenCounts, layer: int) -> int:
-        return (
-            counts.cached
-            if self.group == "union"
-            else min(counts.cached, max(1, int(self.budget * counts.cached)))
-        )
+    def set_size(self, counts: TokenCounts) -> int:
+        return min(counts.cached, max(1, int(self.budget * counts.cached)))
 
     def with_budget(self, frac: float) -> Self:
         """Set by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code
@@ -242,12 +221,10 @@ class VAttention(Selecting):
         """
         base, number, count = base.unsqueeze(2), number.unsqueeze(2), count.unsqueeze(2)
         mean = (powers * base).sum(-1) / count.clamp(min=1)
-        variance = ((powers - mean.unsqueeze(-1)).square_() * base).sum(-1) / (count - 1).clamp(
-            min=1
-        )
+        squares = (powers - mean.unsqueeze(-1)).square_() * base
+        variance = squares.sum(-1) / (count - 1).clamp(min=1)
         total = (powers * known.unsqueeze(2)).sum(-1).double() + number * mean
         z = NormalDist().inv_cdf(1 - self.delta)
         wanted = variance * (z * number / (self.epsilon * total)).square()
-        return torch.minimum(
-            torch.maximum(wanted.amax(2).long(), count.squeeze(2)), number.squeeze(2)
-        )
+        wanted_tokens = torch.maximum(wanted.amax(2).long(), count.squeeze(2))
+        return torch.minimum(wanted_tokens, number.squeeze(2))

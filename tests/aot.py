@@ -174,7 +174,7 @@ def launch_methods() -> None:
         relative(torch.empty(2, 8, 4, 1, slots), rows, 4.0)
         summed_probs(torch.empty(2, 8, 4, 1, slots), rows)
         keys = room_for_keys(torch.empty(2, 40, 1, 36, dtype=torch.uint8), 2048)
-        coded_scores(torch.empty(2, 40, 1, 64, dtype=torch.float16), keys[:, :, :slots], IntegerCodec("int4"))
+        coded_scores(torch.empty(2, 40, 1, 64, dtype=torch.float16), keys[:, :, :slots], 4, 64)
         found, within = relative(torch.empty(2, 40, 1, 1, slots), rows, 4.0)
         largest(found, within, frac=0.2, least=1, whole=positions, cached=positions)
     positions, lengths = torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
@@ -205,10 +205,10 @@ def launch_samples() -> None:
 
     codec = IntegerCodec("int4", group_size=64)
     for num_rows in (1, 2048):
-        encode(torch.empty(2, 40, num_rows, 64, dtype=torch.float16), codec)
+        encode(torch.empty(2, 40, num_rows, 64, dtype=torch.float16), 4, 64)
     side = torch.empty(2, 40, 128, codec.row_bytes(64), dtype=torch.uint8)
     for num_rows in (MOST_ROWS, 1, 1):
-        coded_product(torch.empty(2, 40, num_rows, 128, dtype=torch.float16), side, codec)
+        coded_product(torch.empty(2, 40, num_rows, 128, dtype=torch.float16), side, 4, 64)
     for slots in SLOTS:
         tokens, positions = torch.empty(2, 1, 2048, dtype=torch.int32), torch.empty(2, 1, dtype=torch.int32)
         rows = QueryRows(tokens, positions, positions >= 0, tokens[..., :slots], positions, torch.Tensor)
@@ -217,7 +217,7 @@ def launch_samples() -> None:
         code_distances(value, value, distances[:, :, slots - 1 : slots])
         score = summed_probs(torch.empty(2, 40, 1, 1, slots), rows, distances[..., :slots])
         random_numbers(2**16, 0, rows, 40)
-        drawn = ranked(score, rows, seed=0, layer=3)
+        drawn = ranked(score, rows, salt=0, layer=3, number_bits=23)
         log_weights(score, drawn, torch.empty(score.shape, dtype=torch.bool))
 
 
@@ -235,7 +235,9 @@ def launch_rest() -> None:
             rows = QueryRows(query, positions, positions >= 0, tokens[..., :slots], positions, torch.Tensor)
             scores, read = torch.empty(2, heads, group, 1, slots), torch.empty(2, heads, 1, slots, dtype=torch.bool)
             unscored = torch.empty(2, heads, 1, 128, dtype=torch.float16)
-            index_of_rest(scores, unscored, read, rows, room[:, :, :slots], codec, columns=64, scale=0.1)
+            index_of_rest(
+                scores, unscored, read, rows, room[:, :, :slots], columns=64, bits=4, group_size=64, scale=0.1
+            )
 
 
 # In the process of its own

@@ -18,15 +18,13 @@ from harness.settings import own_method
 from harness.settings.schema import options
 from methods.base import Method, Selection
 from methods.capkv import CapKV
-from methods.codecs.channel import ChannelCodec
 from methods.codecs.floats import FloatCodec
-from methods.codecs.integers import IntegerCodec
+from methods.codecs.integers import ChannelCodec, IntegerCodec
 from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec
 from methods.criticalkv import CriticalKV
 from methods.defensivekv import DefensiveKV
 from methods.doublesparsity import DoubleSparsity
-from methods.extras import HandsOn, NeedsInputs, tokenized
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -169,7 +167,7 @@ class Biased(Quest):
     state = BiasedState
 
 
-class FollowingState(HandsOn, QuestState):
+class FollowingState(QuestState):
     """Keeps what was chosen by the slot of the row's own token, until a later row takes it."""
 
     handed_on = ("chosen",)
@@ -221,8 +219,10 @@ class ProjectedState(PromptEvictingState):
 
 
 @dataclass(frozen=True)
-class Projected(NeedsInputs, PromptEvicting):
+class Projected(PromptEvicting):
     """Keeps tokens by a rule that uses W_O."""
+
+    needs_inputs = True
 
     dense_layers: int = 1
     budget: float = 0.5
@@ -384,7 +384,7 @@ WIDE = (*{type(CASES[name].method): name for name in reversed(CASES)}.values(), 
 def shipped(name: str) -> Case:
     """`conf/method/<name>.yaml` with its defaults, its texts as ids of a tiny model."""
     config = load([f"method={name}"])
-    return Case(tokenized(config.method, tiny_ids), codec_of(config))
+    return Case(config.method.tokenized(tiny_ids), codec_of(config))
 
 
 SHIPPED = options("method")

@@ -17,7 +17,6 @@ from harness.replay.setup import Setup, codec_of
 from harness.run.compose import load
 from harness.speed.link_rate import LinkRate
 from methods import compiled
-from methods.extras import Calibrates
 
 PROMPTS = (200, 180)
 CODED_TOLERANCE = 3e-2
@@ -34,7 +33,7 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
             config = load(["experiment=latency", f"system={label}"])
             method, codec = config.method, codec_of(config)
             ids = torch.arange(256) % VOCAB_SIZE
-            calibration = calibrate(attached, method, ids.tolist()) if isinstance(method, Calibrates) else None
+            calibration = calibrate(attached, method, ids.tolist()) if method.needs_calibration else None
             decode = Trial(attached, link, Setup(method, codec, calibration), PROMPTS).live
             on_device = decode(placement="device").logits
             options = {"pinned": config.platform.pinned, "gpu_cache": config.gpu_cache}

@@ -25,7 +25,6 @@ from harness.replay.setup import Setup, calibrated, codec_of, tokenized, with_bu
 from harness.settings.task_config import NEW_TOKENS
 from harness.speed.latency import compute_threads, two_memories
 from methods.base import TokenCounts
-from methods.extras import RereadsPrompt, to_calibrate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -86,8 +85,8 @@ def attach(
         config = model.configured(method=method, budget=budget, **settings)
         loaded, platform = model.loaded, config.platform
         needs_tokenizer = (
-            to_calibrate(config.method) is not None
-            or isinstance(config.method, RereadsPrompt)
+            config.method.needs_calibration
+            or config.method.rereads_prompt
             or config.budget_is_measured
         )
         if needs_tokenizer and loaded.reader is None:

@@ -47,7 +47,6 @@ from methods.base import Lengths, Method, TokenCounts
 from methods.codecs.base import FLOAT_DTYPES, RowCodec
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import CacheCodec, every_codec
-from methods.extras import to_calibrate, tokenized, why_replay_only
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"num_key_value_heads": 2}),
@@ -238,7 +237,7 @@ def padded_is_alone(trial: Trial) -> str:
     words = _same_as_alone(trial.replayed, alone, trial, "in replay")
     in_turns = trial.replay_in_turns()
     _same_as_alone(in_turns, alone, trial, "in replay with padding behind the decode rows")
-    if why_replay_only(trial.setup.method) is None:
+    if trial.setup.method.replay_only is None:
         _same_as_alone(trial.on_device, [own.on_device for own in trials], trial, "live")
     return words
 
@@ -380,15 +379,14 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
 def _trials(
     method: Method, codec: CacheCodec | None, device: torch.device
 ) -> Iterator[tuple[str, Trial]]:
-    rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, tokenized(method, tiny_ids)
+    rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
     for family, (model_type, shape) in MODELS.items():
         model: Any = tiny_model(model_type, **shape)
         with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:
             measured = None
-            to_measure = to_calibrate(method)
-            if to_measure is not None:  # with random weights, random tokens are as good as a text
+            if method.needs_calibration:  # with random weights, random tokens are as good as a text
                 tokens, _ = token_batch((NUM_CALIBRATION_TOKENS,), steps=0, seed=1)
-                measured = calibrate(attached, to_measure, tokens[0].tolist())
+                measured = calibrate(attached, method, tokens[0].tolist())
             setup = Setup(method, codec, measured)
             for padding, prompts in PROMPTS.items():
                 yield f"{family} {padding}", Trial(attached, link, setup, prompts)

@@ -37,7 +37,6 @@ from harness.model.tiny import with_no_constants
 from harness.replay.setup import Setup
 from methods.base import Method
 from methods.codecs.integers import IntegerCodec
-from methods.extras import to_calibrate
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -172,10 +171,9 @@ def methods_agree(model: Any) -> str:
             if method.when == "previous_layer" and attached.decoder.no_prediction:
                 continue
             calibration = None
-            to_measure = to_calibrate(method)
-            if to_measure is not None:
+            if method.needs_calibration:
                 tokens, _ = token_batch((15 if short else 64,), steps=0)
-                calibration = calibrate(attached, to_measure, tokens[0].tolist())
+                calibration = calibrate(attached, method, tokens[0].tolist())
             setup = Setup(replace(method, dense_layers=dense_layers), codec, calibration)
             for only in _batches(attached, prompts):
                 trial = Trial(attached, None, setup, prompts, steps=STEPS, only=only)

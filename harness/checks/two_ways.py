@@ -23,7 +23,6 @@ from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from methods.base import QueryRows, Selection
 from methods.evicting import EvictingState
-from methods.extras import why_replay_only
 
 STEPS = 10
 ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
@@ -253,7 +252,7 @@ class Trial:
             raise NotAskedError("the codec leaves the last tokens exact, which cross no link")
 
     def require_live(self) -> None:
-        why = why_replay_only(self.setup.method)
+        why = self.setup.method.replay_only
         if why is not None:
             raise NotAskedError(why)
 

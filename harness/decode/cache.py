@@ -40,7 +40,6 @@ from methods.base import (
 )
 from methods.codecs.base import FLOAT_DTYPES
 from methods.evicting import EvictingState
-from methods.extras import HandsOn, WeighsRest
 from methods.prompt_evicting import PromptEvictingState
 
 
@@ -200,7 +199,7 @@ class LayerCache:
         self.is_predicted = self.names_rows and policy.is_predicted
         self.appends_last = state is not None and state.selects_without_own
         sees_scores = state is not None and not self.names_rows
-        weighs_rest = state is not None and isinstance(method, WeighsRest)
+        weighs_rest = state is not None and method.weighs_rest
         hides_scores = policy.softmax.is_plain and not sees_scores
         codec, rows = store.codec, store.format
         stored = {FLOAT_DTYPES.get(codec.keys.name), FLOAT_DTYPES.get(codec.values.name)}
@@ -289,7 +288,7 @@ class LayerCache:
         state, number = self.state, self.policy.number
         assert state is not None, "only a layer with a state selects"
         earlier = self.earlier
-        if isinstance(state, HandsOn) and earlier is not None and earlier is not state:
+        if earlier is not None and earlier is not state:
             state.take_over(earlier)
         own, tokens = self.slots_in_use(), self.slots()
         self.fetcher.note_tokens(tokens, self.evicts)

@@ -23,7 +23,6 @@ from harness.decode.store import KVStore, indices
 from harness.model.attached import Attached
 from harness.model.policies import Policy
 from methods.codecs.split import SplitCodec
-from methods.extras import KeysOnDevice, KeysOnDeviceState
 
 
 class Opening:
@@ -152,7 +151,7 @@ class Opening:
         method, codec = self.plan.method, store.codec
         if isinstance(codec, SplitCodec) and codec.residual:
             return ResidualCache(policy, share, store, codec, method, fetcher)
-        if isinstance(state, KeysOnDeviceState) and isinstance(method, KeysOnDevice):
+        if state is not None and method.keeps_keys:
             return ValuesCache(policy, share, store, state, method, fetcher)
         return LayerCache(policy, share, store, state, method, fetcher)
 

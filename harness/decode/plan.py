@@ -17,7 +17,6 @@ from harness.decode.store import KVStore
 from harness.model.policies import Policy, loses_tokens
 from methods.base import Method
 from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, mean_bits
-from methods.extras import KeysOnDevice
 
 
 class MemoryPlan(NamedTuple):
@@ -146,7 +145,7 @@ def resident_bytes(
     num_bytes = 0
     if rooms is not None and policy.names_rows:
         num_bytes += GpuCache.bytes_of(rooms, store.num_kv_heads)
-    if policy.kind == "method" and isinstance(method, KeysOnDevice):
+    if policy.kind == "method" and method.keeps_keys:
         rows = lengths.rows(0)
         most = max(method.tokens_resident(row, policy.number) for row in rows)
         num_bytes += ValuesCache.bytes_of(store, most, lengths.max_new_tokens)

@@ -21,10 +21,9 @@ from harness.decode.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import Policy
-from methods.base import EMPTY, Method, Selection, State, Window
+from methods.base import EMPTY, Method, Selection, State, Window, rebuilt, resident_of
 from methods.codecs.base import RowCodec
 from methods.codecs.split import SplitCodec
-from methods.extras import KeysOnDevice, KeysOnDeviceState, rebuilt, resident_of
 
 
 class ValuesCache(LayerCache):
@@ -47,8 +46,8 @@ class ValuesCache(LayerCache):
         policy: Policy,
         share: DeviceShare,
         store: KVStore,
-        state: KeysOnDeviceState,
-        method: KeysOnDevice,
+        state: State,
+        method: Method,
         fetcher: Fetcher,
     ) -> None:
         super().__init__(policy, share, store, state, method, fetcher)

@@ -48,7 +48,6 @@ from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method
 from methods.codecs.split import CacheCodec
-from methods.extras import NeedsInputs, RereadsPrompt
 
 
 class LiveSession(SessionSizes):
@@ -146,7 +145,7 @@ class LiveSession(SessionSizes):
         so that prompts end in one column. Returns logits [batch, vocab] for the first new token.
         """
         self.clock.begin_prompt()
-        needed = held_bytes if isinstance(self.method, RereadsPrompt) else prompt_bytes
+        needed = held_bytes if self.method.rereads_prompt else prompt_bytes
         self._open(real, ids.numel(), needed(self.attached, ids.numel()))
         hidden = run_prompts(
             self.attached, self.method, self.states, ids, real, self._keep_in_pass, self.model_cache
@@ -161,11 +160,11 @@ class LiveSession(SessionSizes):
 
         A method that needs the layers' inputs runs it anew: a prefilled prompt has not kept them.
         """
-        if isinstance(self.method, NeedsInputs):
+        if self.method.needs_inputs:
             return self.prefill(prompt.ids, prompt.real)
         self.clock.begin_prompt()
         pass_tokens = workspace_tokens(prompt.real)
-        if isinstance(self.method, RereadsPrompt):
+        if self.method.rereads_prompt:
             passes = planned(self.attached, self.method, prompt.ids, prompt.real)
             longest = max((reread.ids.numel() for reread in passes), default=0)
             self._open(prompt.real, pass_tokens, prompt_bytes(self.attached, longest))

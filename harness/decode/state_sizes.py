@@ -31,7 +31,6 @@ from methods.base import (
     When,
 )
 from methods.evicting import EvictingState
-from methods.extras import Calibrates, KeysOnDeviceState, RereadingState, to_calibrate
 
 META = torch.device("meta")
 CALIBRATION_TOKENS = 1024
@@ -158,11 +157,10 @@ def _state_sizes(
     key = torch.empty(batch, kv_heads, columns, head_dim, dtype=dtype, device=META)
     value = torch.empty(batch, kv_heads, columns, value_dim, dtype=dtype, device=META)
     with ShapesAlone():
-        to_measure = to_calibrate(method)
-        if calibration is None and to_measure is not None:
-            calibration = _calibration(to_measure, geometry, dtype)
+        if calibration is None and method.needs_calibration:
+            calibration = _calibration(method, geometry, dtype)
         state = method.new_state(geometry, lengths, calibration)
-        if isinstance(state, RereadingState):
+        if method.rereads_prompt:
             score = torch.empty(batch, kv_heads, columns, device=META)
             numbers = range(first, geometry.num_layers)
             state.take_scores(dict.fromkeys(numbers, score), PromptRows(real, columns))
@@ -179,7 +177,7 @@ def _state_sizes(
                     state.compact(number, capacity)
                 else:
                     state.prompt(number, query, key, value, PromptRows(real, capacity))
-                if isinstance(state, KeysOnDeviceState):
+                if method.keeps_keys:
                     state.resident(number)
                 after = tensor_bytes(vars(state))
                 of_kind[kind] = layer_bytes(state, number), after - before
@@ -223,7 +221,7 @@ def _index_read(state: State, layer: int, row: int, dtype: torch.dtype) -> float
     return None if side.device == META else float(side.mean())
 
 
-def _calibration(method: Calibrates, geometry: Geometry, dtype: torch.dtype) -> Calibration:
+def _calibration(method: Method, geometry: Geometry, dtype: torch.dtype) -> Calibration:
     """A calibration without numbers, of all layers."""
     size = CALIBRATION_TOKENS, geometry.head_dim
     query = torch.empty(geometry.num_heads, *size, dtype=dtype, device=META)

@@ -29,7 +29,6 @@ from harness.model.passes import Handler, launching_on
 from methods.attention import Softmax
 from methods.base import Rest, Selection
 from methods.codecs.integers import IntegerCodec
-from methods.extras import WeighsRest
 
 BIAS_ALIGNMENT = 8
 """Elements. torch's attention on a GPU copies a bias whose lines begin elsewhere."""
@@ -225,7 +224,7 @@ class DecodeStep(Handler):
         from harness.decode.kernels import codes as kernels
 
         # Another rest has a share of the output already.
-        rest = self.rest.pop(cache, None) if isinstance(cache.method, WeighsRest) else None
+        rest = self.rest.pop(cache, None) if cache.method.weighs_rest else None
         codec, visible = cache.store.codec, cache.visible(fetch)
         of_group = None if visible is None else visible.unsqueeze(2)
         scale = cache.policy.softmax.scale

@@ -46,7 +46,6 @@ from harness.errors import UserError
 from harness.settings.schema import is_unmet
 from methods.base import NAMES_ROWS, Geometry, Method, State, TokenCounts
 from methods.codecs.split import AnyCodec, CacheCodec, codec_at, of_keys_alone, without_keys
-from methods.extras import KeysOnDevice
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ def codec_of_cache(
 ) -> CacheCodec | None:
     """The codec of what the cache holds: of values alone where the method keeps the keys, of keys
     alone where they hold the values."""
-    if isinstance(method, KeysOnDevice):
+    if method.keeps_keys:
         return without_keys(codec)
     if codec is not None and geometry.values_in_keys:
         return of_keys_alone(codec)
@@ -145,7 +144,7 @@ def resident_share(
             kept += token * exact.double()
     for state in states:
         kept += _bytes_of_state(state)
-    if states and isinstance(states[0].method, KeysOnDevice):
+    if states and states[0].method.keeps_keys:
         method, resident = states[0].method, []
         for row in _last_rows(states[0]):
             resident.append(sum(method.tokens_resident(row, layer) for layer in layers))

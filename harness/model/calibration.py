@@ -22,15 +22,14 @@ from harness.model.attached import Attached
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.passes import one_thread
 from harness.model.prompts import PromptPass
-from methods.base import Calibration
-from methods.extras import Calibrates
+from methods.base import Calibration, Method
 
 FORMAT = 4
 """Part of the cache key: raise it when the computation around `Method.calibrate`, or the file,
 changes."""
 
 
-def calibrate(attached: Attached, method: Calibrates, ids: Sequence[int]) -> dict[str, Tensor]:
+def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[str, Tensor]:
     """The tensors that `method` measures on one sequence of token ids, by name, [num_layers, ...].
 
     Raises UserError where a number is not finite, as with damaged weights.
@@ -61,7 +60,7 @@ def calibrate(attached: Attached, method: Calibrates, ids: Sequence[int]) -> dic
 
 
 def cached_calibration(
-    attached: Attached, method: Calibrates, ids: Sequence[int], cache_dir: Path
+    attached: Attached, method: Method, ids: Sequence[int], cache_dir: Path
 ) -> Calibration:
     """`calibrate`, or its earlier result for the same model as it is now, ids, method and settings.
 

@@ -37,13 +37,6 @@ from methods.base import (
 )
 from methods.codecs.split import CacheCodec, LayerCodecs
 from methods.evicting import EvictingState
-from methods.extras import (
-    HandsOn,
-    KeysOnDevice,
-    NeedsInputs,
-    RereadsPrompt,
-    WeighsRest,
-)
 
 
 class Policy(NamedTuple):
@@ -91,11 +84,11 @@ def policies_of(attached: Attached, method: Method, *, needs_method: bool = True
     dense_layers, num_layers = method.dense_layers, attached.geometry.num_layers
     is_met = dense_layers < num_layers or not needs_method
     require(is_met, "dense_layers", dense_layers, f"< {num_layers} layers")
-    if isinstance(method, NeedsInputs) and isinstance(method, RereadsPrompt):
+    if method.needs_inputs and method.rereads_prompt:
         raise UserError(
-            f"method {method.title}: NeedsInputs and RereadsPrompt; a method can have one of them"
+            f"method {method.title}: needs_inputs and repetitions; a method can have one of them"
         )
-    if isinstance(method, KeysOnDevice) and attached.geometry.values_in_keys:
+    if method.keeps_keys and attached.geometry.values_in_keys:
         raise UserError(
             f"method {method.title} keeps the keys: in this model they hold the values as well"
         )
@@ -133,7 +126,7 @@ def new_states(
     or with these attention modules, and UserError for one on several devices that shares selections
     between layers and does not say what they hand on.
     """
-    if isinstance(method, NeedsInputs):
+    if method.needs_inputs:
         first = attached.numbers.index(method.dense_layers)
         method.check_inputs(*attached.example(first))
     states: dict[torch.device, State] = {}
@@ -147,7 +140,7 @@ def new_states(
         states[device] = method.new_state(attached.geometry, on_device, measured)
     if len(states) > 1 and _shares_selections(method, attached.geometry.num_layers):
         state = next(iter(states.values()))
-        if not (isinstance(state, HandsOn) and state.handed_on):
+        if not state.handed_on:
             raise UserError(
                 f"model.device=map: {type(state).__name__} takes selections from earlier layers "
                 "and names none of them in `handed_on`; allowed: auto, cuda"
@@ -261,8 +254,8 @@ def _fault(selection: Any, state: State, rows: QueryRows) -> str | None:
     if not isinstance(selection, Selection):
         return f"{type(selection).__name__}; allowed: a Selection (methods/base.py)"
     rest = selection.rest
-    if rest is not None and rest.log_mass is not None and not isinstance(state.method, WeighsRest):
-        return "rest.log_mass; allowed: for a method that derives from WeighsRest"
+    if rest is not None and rest.log_mass is not None and not state.method.weighs_rest:
+        return "rest.log_mass; allowed: for a method with weighs_rest = True"
     batch, num_rows = rows.positions.shape
     slots = rows.slot_positions.shape[-1]
     geometry = state.geometry

@@ -1,7 +1,7 @@
 """Prompts that the model reads twice: the second reading tells a method which tokens to keep.
 
-After the dense pass of a method that rereads (`RereadsPrompt`) the model runs over the rows that
-the method lists (`repetitions`). They follow the prompt: each sees all of it and the rows
+After the dense pass of a method that `rereads_prompt` the model runs over the rows that the method
+lists (`repetitions`). They follow the prompt: each sees all of it and the rows
 before it in its own pass, and none is kept. Sequences run one by one, so that each is what it is
 alone. Every layer's prompt is held until then, since a method may share a budget between layers.
 """
@@ -25,8 +25,7 @@ from harness.model.model_cache import ModelCache
 from harness.model.output_projection import output_factor
 from harness.model.passes import Handler
 from harness.model.prompts import dense_pass, held_prompt, kept_bytes, prompt_bytes, shared_prompt
-from methods.base import Method, PromptRows, State, checked
-from methods.extras import NeedsInputs, Repetition, RereadingState, RereadRows, RereadsPrompt
+from methods.base import Method, PromptRows, Repetition, RereadRows, State, checked
 
 
 @torch.inference_mode()
@@ -45,17 +44,17 @@ def run_prompts(
     with the layer's inputs where the method needs them. Returns final hidden states of the dense
     pass [batch, prompt, hidden_size].
     """
-    needs_inputs = isinstance(method, NeedsInputs)
-    passes = planned(attached, method, ids, real) if isinstance(method, RereadsPrompt) else []
+    needs_inputs = method.needs_inputs
+    passes = planned(attached, method, ids, real) if method.rereads_prompt else []
     shared = shared_prompt(attached, ids, real, needs_inputs=needs_inputs)
     if shared is not None:
         prompt, hidden = shared
         model_cache.num_columns = ids.shape[1]  # as after a pass
-    elif isinstance(method, RereadsPrompt):
+    elif method.rereads_prompt:
         prompt, hidden = held_prompt(attached, ids, real, model_cache)
     else:
         return dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
-    if isinstance(method, RereadsPrompt):
+    if method.rereads_prompt:
         read_again(attached, method, states, prompt, passes)
     prompt.hand_to(keep, with_inputs=needs_inputs)
     return hidden
@@ -72,7 +71,7 @@ class Pass(NamedTuple):
     repetition: Repetition
 
 
-def planned(attached: Attached, method: RereadsPrompt, ids: Tensor, real: Tensor) -> list[Pass]:
+def planned(attached: Attached, method: Method, ids: Tensor, real: Tensor) -> list[Pass]:
     """The passes that a method asks for after prompts ids, real [batch, prompt].
 
     They are made before the dense pass, while a GPU has nothing to do. Raises UserError where they
@@ -98,7 +97,7 @@ def planned(attached: Attached, method: RereadsPrompt, ids: Tensor, real: Tensor
 @torch.inference_mode()
 def read_again(
     attached: Attached,
-    method: RereadsPrompt,
+    method: Method,
     states: Iterable[State],
     prompt: PrefilledPrompt,
     passes: Sequence[Pass],
@@ -121,11 +120,10 @@ def read_again(
                 score[number] = of_layer
     for state in states:
         real = prompt.real.to(state.lengths.prompt.device)
-        assert isinstance(state, RereadingState), type(state)
         state.take_scores(score, PromptRows(real, real.shape[1]))
 
 
-def _of_all_budgets(method: RereadsPrompt) -> RereadsPrompt:
+def _of_all_budgets(method: Method) -> Method:
     """What methods that differ in budget or dense layers alone have in common."""
     with suppress(ValueError):  # it has no budget
         method = method.with_budget(1.0)
@@ -133,7 +131,7 @@ def _of_all_budgets(method: RereadsPrompt) -> RereadsPrompt:
 
 
 def _score(
-    attached: Attached, method: RereadsPrompt, prompt: PrefilledPrompt, passes: Sequence[Pass]
+    attached: Attached, method: Method, prompt: PrefilledPrompt, passes: Sequence[Pass]
 ) -> dict[int, Tensor]:
     """The score of each token by layer under the method, fp32 [batch, num_kv_heads, prompt]."""
     batch, num_columns = prompt.real.shape
@@ -162,7 +160,7 @@ def held_bytes(attached: Attached, num_tokens: int) -> int:
     return kept_bytes(attached, num_tokens) + prompt_bytes(attached, num_tokens)
 
 
-def _require_positions(attached: Attached, method: RereadsPrompt, prompt: int, rows: int) -> None:
+def _require_positions(attached: Attached, method: Method, prompt: int, rows: int) -> None:
     attached.require_length(prompt + rows)
     most = getattr(attached.decoder.stack.config, "max_position_embeddings", None)
     if most and prompt + rows > most:
@@ -183,7 +181,7 @@ class _RereadPass(Handler):
     def __init__(
         self,
         attached: Attached,
-        method: RereadsPrompt,
+        method: Method,
         prompt: Sequence[tuple[Tensor, Tensor, Tensor]],
         repetition: Repetition,
     ) -> None:

@@ -34,7 +34,6 @@ from harness.replay.history import History, RowsOnDevice
 from methods.attention import hide, log_sum_exp, num_true
 from methods.base import EMPTY, Method, QueryRows, Selection, State
 from methods.codecs.split import CacheCodec, SplitCodec
-from methods.extras import HandsOn
 
 GATHERED_SCORES = 2**16
 """Scores of a KV head in a block from which on its columns are gathered. For fewer the calls cost
@@ -104,7 +103,7 @@ class DecodePass(Handler):
         state = self.session.states.get(device) if is_selecting else None
         if state is not None:
             latest = self._latest
-            if isinstance(state, HandsOn) and latest is not None and latest is not state:
+            if latest is not None and latest is not state:
                 state.take_over(latest)
             self._latest = state
             state.append(policy.number, key, value, tokens[:, columns], columns)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from harness.model.attached import Attached
 from harness.model.passes import require_codable
-from methods.base import EMPTY
+from methods.base import EMPTY, State, rebuilt, resident_of
 from methods.codecs.base import RowCodec
 from methods.codecs.split import AnyCodec
-from methods.extras import KeysOnDeviceState, rebuilt, resident_of
 
 
 class History:
@@ -127,9 +126,7 @@ class History:
         if self._layers[layer].latent is None:
             kv[1][:, :, columns] = value
 
-    def hold(
-        self, layer: int, number: int, state: KeysOnDeviceState, key: Tensor, value: Tensor
-    ) -> None:
+    def hold(self, layer: int, number: int, state: State, key: Tensor, value: Tensor) -> None:
         """Write a prompt whose keys `state` has taken in: the resident rows exactly, the others as
         `state` rebuilds them. number: the layer's, as methods count."""
         self.resident[layer] = resident_of(state, number, key)

@@ -31,7 +31,6 @@ from harness.replay.history import History
 from methods.base import Calibration, Lengths, Method, PromptRows, State
 from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits
 from methods.evicting import EvictingState
-from methods.extras import KeysOnDeviceState
 
 
 class ReplaySession:
@@ -141,7 +140,7 @@ class ReplaySession:
         take_prompt(state, policy.number, prompt, rows)
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()
-        if isinstance(state, KeysOnDeviceState):
+        if self.method.keeps_keys:
             self.history.hold(layer, policy.number, state, key, value)
 
     def decode(self, ids: Tensor, valid: Tensor, multiplicity: Tensor | None = None) -> Tensor:

@@ -22,12 +22,10 @@ from harness.replay.session import ReplaySession
 from harness.settings.codecs import codec_named, is_float, is_integer, layer_formats
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
-from methods import extras
 from methods.base import Calibration, Method, TokenCounts
 from methods.codecs.base import RowCodec
-from methods.codecs.channel import ChannelCodec
+from methods.codecs.integers import ChannelCodec
 from methods.codecs.split import AnyCodec, CacheCodec, LayerCodecs, NamedLayers, SplitCodec
-from methods.extras import Calibrates
 
 MEASUREMENTS = 14
 """Passes over the calibration text that look for a budget, at most."""
@@ -48,7 +46,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         method = self.method
-        if isinstance(method, Calibrates) and self.calibration is not None:
+        if self.calibration is not None:
             object.__setattr__(self, "method", method.settled(self.calibration))
 
     def replay(
@@ -181,15 +179,14 @@ def tokenized(method: Method, loaded: LoadedModel) -> Method:
             )
         return token_ids(text, loaded.reader)
 
-    return extras.tokenized(method, encode)
+    return method.tokenized(encode)
 
 
 def calibrated(
     config: RunConfig, method: Method, loaded: LoadedModel, attached: Attached
 ) -> Calibration | None:
     """The calibration of a method on a loaded model; None where it needs none."""
-    to_measure = extras.to_calibrate(method)
-    if to_measure is None:
+    if not method.needs_calibration:
         return None
     num_tokens = config.calibration.num_tokens
     if num_tokens > loaded.max_length:
@@ -197,7 +194,7 @@ def calibrated(
         raise UserError(f"calibration.num_tokens={num_tokens}: {limit}")
     ids = calibration_ids(config.calibration, loaded.reader)
     folder = cache_dir() / "calibration"
-    return cached_calibration(attached, to_measure, ids, folder)
+    return cached_calibration(attached, method, ids, folder)
 
 
 def codec_of(config: RunConfig) -> CacheCodec | None:

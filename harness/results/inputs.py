@@ -54,10 +54,8 @@ def common(config: RunConfig, *, weights: bool) -> dict[str, str]:
         UserError: a file or folder is missing or cannot be read, or a model cannot be fetched.
     """
     found = {f"{CODE}sources": _code(config)} | model(config.model, weights=weights)
-    from methods.extras import ReadsFile  # loads torch
-
-    if isinstance(config.method, ReadsFile) and config.method.file is not None:
-        file = config.method.file
+    file = config.method.file
+    if file is not None:
         try:
             found["method"] = files_sha256([Path(file)])
         except OSError as error:

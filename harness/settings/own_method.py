@@ -106,7 +106,6 @@ def _own(choice: str, setting: str) -> tuple[type, str]:
     cls, name = _class(choice, Method, setting)
     if name in options("method"):
         raise UserError(f"{setting}: {name} is a method of conf/method; rename the file")
-    _require_extras(cls, setting)
     when = getattr(cls, "when", None)  # a property is asked of the object
     if not isinstance(when, property) and when not in get_args(When):
         raise UserError(f"{setting}: {cls.__name__}.when={when!r}: {nearest(when, get_args(When))}")
@@ -211,18 +210,3 @@ def faults() -> Iterator[None]:
             if line:
                 raise UserError(f"{setting}: {line}: {reason(error)}") from error
         raise
-
-
-def _require_extras(cls: type, setting: str) -> None:
-    """Raise UserError for a hook of `methods.extras` on a class without the base that it belongs
-    to, since nothing would ask for it."""
-    from methods import extras
-    from methods.base import Method
-
-    for extra in vars(extras).values():
-        if not inspect.isclass(extra) or not issubclass(extra, Method) or issubclass(cls, extra):
-            continue
-        for name in vars(extra):
-            if not name.startswith("_") and hasattr(cls, name):
-                lacks = f"derive from {extra.__name__} of methods/extras.py as well"
-                raise UserError(f"{setting}: {cls.__name__}.{name}: {lacks}")

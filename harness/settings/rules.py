@@ -228,16 +228,14 @@ def _of_generate(config: RunConfig) -> Rules:
 
 
 def _of_capacity(config: RunConfig) -> Rules:
-    from methods.extras import NeedsInputs, RereadsPrompt  # loaded with the method
-
+    method = config.method
     platform, hits = config.platform, config.capacity.hit_frac
     placed = config.placement in ("device", "host")
     yield "placement", not placed, "allowed in kind=capacity: device, host"
-    for base, why in (
-        (NeedsInputs, "needs the inputs of the layers, for which each prompt runs in one pass"),
-        (RereadsPrompt, "reads each prompt again and holds the states of all layers meanwhile"),
-    ):
-        yield "method", isinstance(config.method, base), f"{why}; kind=capacity does not size it"
+    of_inputs = "needs the inputs of the layers, for which each prompt runs in one pass"
+    yield "method", method.needs_inputs, f"{of_inputs}; kind=capacity does not size it"
+    again = "reads each prompt again and holds the states of all layers meanwhile"
+    yield "method", method.rereads_prompt, f"{again}; kind=capacity does not size it"
     hides = "kind=capacity is about transfers beside the computation, of pinned memory"
     yield "platform.overlap", not platform.overlap, hides
     yield "platform.pinned", not platform.pinned, hides

@@ -101,11 +101,8 @@ def check_combination(method: Method, placement: str, gpu_cache: float) -> None:
     """Raise UserError for settings that make no sense together in live decoding."""
     if placement not in get_args(Placement):
         raise UserError(f"placement={placement}: must be one of {', '.join(get_args(Placement))}")
-    from methods.extras import why_replay_only  # loads torch
-
-    why = why_replay_only(method)
-    if why is not None:
-        raise UserError(why)
+    if method.replay_only is not None:
+        raise UserError(method.replay_only)
     if placement in BEHIND_LINK and method.when == "true_scores":
         scores = "selects by the true scores of all keys; use placement=device"
         raise UserError(f"placement={placement}: {method.title} {scores}")

@@ -66,7 +66,6 @@ from harness.results.step_stats import deviation, ratio, times_of
 from harness.settings.config import BEHIND_LINK, LatencyConfig, Placement
 from methods.base import Calibration, Method
 from methods.codecs.split import CacheCodec
-from methods.extras import NeedsInputs
 
 
 @dataclass(frozen=True)
@@ -196,9 +195,7 @@ def time_run(
                 with launching_on(device):
                     slab.close()
     dense_s = [0.0] * len(repeats)
-    if isinstance(prompt, SharedPrompt) and not isinstance(
-        run.method, NeedsInputs
-    ):  # else it runs anew
+    if isinstance(prompt, SharedPrompt) and not run.method.needs_inputs:  # else it runs anew
         dense_s = list(prompt.dense_s[: len(repeats)])
     return _timing(run, repeats, dense_s, weights, attached.geometry.num_layers)
 

@@ -1,17 +1,14 @@
-"""What a codec is: the format of cached rows, and how codes of a few bits are packed.
+"""What a codec is: the format of cached rows.
 
 `RowCodec` is what every codec is; a codec in a file of one's own derives from it. `roundtrip(x)` is
 `decode(encode(x))` bit for bit without the packing. Replay uses the first, live decoding the
 others.
-
-Codes of 1, 2, 4 or 8 bits are packed in planes. With n = 8 / bits codes per byte, byte i holds
-elements i, i + width, ..., i + (n - 1) * width, the first in the lowest bits. Unpacking then writes
-n contiguous blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import torch
@@ -86,68 +83,52 @@ class RowCodec:
         return self.decode(self.encode(x), x.shape[-1], x.dtype)
 
 
-# Packing
+class Family(RowCodec):
+    """Codecs of one format in several numbers of bits. Raises ValueError for an unknown name.
+
+    names: the bits of each name.
+    """
+
+    names: ClassVar[Mapping[str, int]]
+
+    def __post_init__(self) -> None:
+        require_name(self.name, self.names)
+
+    @property
+    def bits(self) -> int:
+        """Bits that an element counts, without scales."""
+        return self.names[self.name]
 
 
-def plane_width(head_dim: int, bits: int) -> int:
-    """Bytes of a row's codes, which is also the number of elements in a bit plane; even."""
-    return -(-head_dim * bits // 16) * 2
+@dataclass(frozen=True)
+class TileCodec(Family):
+    """Codecs of tiles of `group_size` tokens, counted from the first one.
 
+    Rows are [..., tokens, head_dim]. `encode` and `decode` take whole tiles; `roundtrip` leaves an
+    unfinished one as it is. A tile's scales are dealt out to its rows, so that all rows have the
+    same length. Raises ValueError for a group_size below 2.
+    """
 
-def _planes(bits: int) -> tuple[int, ...]:
-    """The bits of a code that are packed together, the low ones first."""
-    return (2, 1) if bits == 3 else (bits,)
+    name: str
+    group_size: int = 128
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_group_size(self.group_size, least=2)
 
-def code_bytes(count: int, bits: int) -> int:
-    """Bytes of `count` codes of 1, 2, 3, 4 or 8 bits, as `pack_codes` packs them."""
-    return sum(plane_width(count, of_plane) for of_plane in _planes(bits))
+    @property
+    def span(self) -> int:
+        return self.group_size
 
+    def roundtrip(self, x: Tensor) -> Tensor:
+        whole = x.shape[-2] - x.shape[-2] % self.group_size
+        if not whole:
+            return x
+        return torch.cat([self.tiles_back(x[..., :whole, :]).to(x.dtype), x[..., whole:, :]], -2)
 
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Integer codes [..., count] as uint8 [..., `code_bytes`]; codes of 3 bits as their two low
-    bits and then their high bit."""
-    parts = []
-    for of_plane in _planes(bits):
-        parts.append(pack_planes(codes & (2**of_plane - 1), of_plane))
-        codes = codes >> of_plane
-    return torch.cat(parts, dim=-1)
-
-
-def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The codes in bytes of `pack_codes`: int32 [..., count]."""
-    codes = packed.new_zeros((*packed.shape[:-1], count), dtype=torch.int32)
-    begin, shift = 0, 0
-    for of_plane in _planes(bits):
-        end = begin + plane_width(count, of_plane)
-        codes += unpack_planes(packed[..., begin:end], of_plane, count, torch.int32) << shift
-        begin, shift = end, shift + of_plane
-    return codes
-
-
-def pack_planes(codes: Tensor, bits: int) -> Tensor:
-    """fp32 codes [..., head_dim] as bytes [..., plane width]."""
-    head_dim, per_byte = codes.shape[-1], 8 // bits
-    width = plane_width(head_dim, bits)
-    padded = pad(codes, (0, width * per_byte - head_dim)).to(torch.uint8)
-    planes = padded.unflatten(-1, (per_byte, width))
-    packed = planes[..., 0, :]
-    for plane in range(1, per_byte):
-        packed = packed | (planes[..., plane, :] << (plane * bits))
-    return packed
-
-
-def unpack_planes(packed: Tensor, bits: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Bytes [..., plane width] as codes [..., head_dim] in `dtype`."""
-    width = packed.shape[-1]
-    codes = torch.empty(*packed.shape[:-1], head_dim, dtype=dtype, device=packed.device)
-    for plane, start in enumerate(range(0, head_dim, width)):
-        block = codes[..., start : start + width]
-        shifted = packed >> (plane * bits) if plane else packed
-        if (plane + 1) * bits < 8:  # else nothing lies above these bits
-            shifted = shifted & (2**bits - 1)
-        block.copy_(shifted[..., : block.shape[-1]])
-    return codes
+    def tiles_back(self, x: Tensor) -> Tensor:
+        """Whole tiles of rows as they read back, in fp32."""
+        raise NotImplementedError
 
 
 def require_name(name: str, known: Collection[str]) -> None:
@@ -168,19 +149,19 @@ def dealt_bytes(group_bytes: int, size: int) -> int:
     return -(-group_bytes // (2 * size)) * 2
 
 
-def deal_out(of_group: Tensor, size: int) -> Tensor:
+def deal_out(packed_groups: Tensor, size: int) -> Tensor:
     """The bytes of each group [..., groups, group bytes] as bytes of its rows [..., groups * size,
     `dealt_bytes`]."""
-    width = dealt_bytes(of_group.shape[-1], size)
-    dealt = pad(of_group, (0, size * width - of_group.shape[-1]))
+    width = dealt_bytes(packed_groups.shape[-1], size)
+    dealt = pad(packed_groups, (0, size * width - packed_groups.shape[-1]))
     return dealt.unflatten(-1, (size, width)).flatten(-3, -2)
 
 
 def collected(dealt: Tensor, size: int, group_bytes: int) -> Tensor:
     """Inverse of `deal_out`, contiguous."""
     groups = dealt.shape[-2] // size
-    of_group = dealt.unflatten(-2, (groups, size)).flatten(-2)
-    return of_group[..., :group_bytes].contiguous()
+    packed_groups = dealt.unflatten(-2, (groups, size)).flatten(-2)
+    return packed_groups[..., :group_bytes].contiguous()
 
 
 def in_range(x: Tensor) -> Tensor:

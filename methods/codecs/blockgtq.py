@@ -21,21 +21,16 @@ import torch
 from torch import Tensor
 
 from methods.codecs.base import (
-    RowCodec,
-    code_bytes,
+    TileCodec,
     collected,
     deal_out,
     dealt_bytes,
     in_range,
-    pack_codes,
-    plane_width,
-    require_group_size,
-    require_name,
     to_half,
     total,
-    unpack_codes,
 )
 from methods.codecs.turbo import normal_levels
+from methods.packing import code_bytes, pack_codes, plane_width, unpack_codes
 
 BLOCKGTQ_BITS = {"gtq3": 3, "gtq2": 2}
 MORE_BITS = 3
@@ -45,7 +40,7 @@ WIDTH_BITS = 3
 
 
 class Layout(NamedTuple):
-    """Where the channels of each tile lie, in the order of their widths. Each is int64 [..., tiles,
+    """Places of each tile's channels, in the order of their widths. Each is int64 [..., tiles,
     head_dim].
 
     channel: of each place. width: bits. begin: first place of the same width. size: number of
@@ -60,79 +55,58 @@ class Layout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockGtqCodec(RowCodec):
+class BlockGtqCodec(TileCodec):
     """Directions of channels of one width, coded by Lloyd-Max centroids, and their lengths.
 
     A pair are channels i and i + head_dim / 2, as in Llama. Rotations are Hadamard matrices on the
     first and then on the last 2^n channels of a width; the authors' are random.
 
-    Rows are [..., tokens, head_dim], tiles are counted from the first token; head_dim is even.
-    `encode` and `decode` take whole tiles; `roundtrip` leaves an unfinished one as it is. A row is
-    `[a part of its tile's widths | length of each width (fp16) | codes]`.
-
-    name: one of BLOCKGTQ_BITS. group_size: tokens of a tile. Raises ValueError for an unknown name,
-    or a group_size below 2.
+    head_dim is even. A packed row is `[a part of its tile's widths | length of each width (fp16) |
+    codes]`.
     """
 
-    name: str
-    group_size: int = 128
-
-    def __post_init__(self) -> None:
-        require_name(self.name, BLOCKGTQ_BITS)
-        require_group_size(self.group_size, least=2)
-
-    @property
-    def bits(self) -> int:
-        return BLOCKGTQ_BITS[self.name]
+    names = BLOCKGTQ_BITS
 
     @property
     def most_bits(self) -> int:
         """The most bits of a channel, and the number of widths."""
         return self.bits + MORE_BITS
 
-    @property
-    def span(self) -> int:
-        return self.group_size
-
     def row_bytes(self, head_dim: int) -> int:
-        of_widths = dealt_bytes(code_bytes(head_dim // 2, WIDTH_BITS), self.group_size)
-        return of_widths + 2 * self.most_bits + plane_width(head_dim, self.bits)
+        dealt = dealt_bytes(code_bytes(head_dim // 2, WIDTH_BITS), self.group_size)
+        return dealt + 2 * self.most_bits + plane_width(head_dim, self.bits)
 
-    def roundtrip(self, x: Tensor) -> Tensor:
-        whole = x.shape[-2] - x.shape[-2] % self.group_size
-        if not whole:
-            return x
-        tiles = x[..., :whole, :].unflatten(-2, (-1, self.group_size))
-        codes, lengths, widths = self._quantize(tiles)
-        back = self._values(codes, lengths.float(), layout_of(widths)).to(x.dtype)
-        return torch.cat([back.flatten(-3, -2), x[..., whole:, :]], -2)
+    def tiles_back(self, x: Tensor) -> Tensor:
+        codes, lengths, widths = self._quantize(x.unflatten(-2, (-1, self.group_size)))
+        return self._values(codes, lengths.float(), layout_of(widths)).flatten(-3, -2)
 
     def encode(self, x: Tensor) -> Tensor:
         codes, lengths, widths = self._quantize(x.unflatten(-2, (-1, self.group_size)))
-        of_tiles = deal_out(pack_codes(widths - 1, WIDTH_BITS), self.group_size)
+        dealt = deal_out(pack_codes(widths - 1, WIDTH_BITS), self.group_size)
         num_bytes = plane_width(x.shape[-1], self.bits)
         packed = pack_widths(codes, layout_of(widths).width, num_bytes)
-        of_rows = torch.cat([lengths.view(torch.uint8), packed], -1).flatten(-3, -2)
-        return torch.cat([of_tiles, of_rows], -1)
+        row_codes = torch.cat([lengths.view(torch.uint8), packed], -1).flatten(-3, -2)
+        return torch.cat([dealt, row_codes], -1)
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
         width_bytes = code_bytes(head_dim // 2, WIDTH_BITS)
         dealt = dealt_bytes(width_bytes, self.group_size)
-        of_tiles = collected(packed[..., :dealt], self.group_size, width_bytes)
-        layout = layout_of(unpack_codes(of_tiles, WIDTH_BITS, head_dim // 2) + 1)
-        of_rows = packed[..., dealt:].unflatten(-2, (-1, self.group_size))
+        packed_widths = collected(packed[..., :dealt], self.group_size, width_bytes)
+        layout = layout_of(unpack_codes(packed_widths, WIDTH_BITS, head_dim // 2) + 1)
+        packed_rows = packed[..., dealt:].unflatten(-2, (-1, self.group_size))
         length_bytes = 2 * self.most_bits
-        lengths = of_rows[..., :length_bytes].contiguous().view(torch.float16).float()
-        codes = unpack_widths(of_rows[..., length_bytes:], layout.width)
+        lengths = packed_rows[..., :length_bytes].contiguous().view(torch.float16).float()
+        codes = unpack_widths(packed_rows[..., length_bytes:], layout.width)
         return self._values(codes, lengths, layout).flatten(-3, -2).to(dtype)
 
     def _quantize(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of tiles [..., tokens, head_dim]: codes in the order of places, int32; fp16 lengths [...,
-        tokens, most_bits], by which centroids are multiplied; widths, int32 [..., pairs]."""
+        """Quantised tiles [..., tokens, head_dim]: codes in the order of places, int32; fp16
+        lengths [..., tokens, most_bits], by which centroids are multiplied; widths, int32 [...,
+        pairs]."""
         tiles = in_range(tiles)
         energy = tiles.square().unflatten(-1, (2, -1)).sum(-2)  # [..., tokens, pairs]
-        of_tile = total(energy.mT).squeeze(-1)
-        widths = allocated(of_tile, self.bits, self.most_bits)
+        tile_energy = total(energy.mT).squeeze(-1)
+        widths = allocated(tile_energy, self.bits, self.most_bits)
         layout = layout_of(widths)
         at = layout.channel.unsqueeze(-2).expand(tiles.shape)
         rotated = _rotated(tiles.gather(-1, at), layout)
@@ -143,10 +117,10 @@ class BlockGtqCodec(RowCodec):
         codes = torch.zeros_like(normal, dtype=torch.int32)
         for width in range(1, self.most_bits + 1):
             _, boundaries = normal_levels(width, tiles.device)
-            of_width = torch.bucketize(normal.contiguous(), boundaries, out_int32=True)
-            codes = torch.where(layout.width.unsqueeze(-2) == width, of_width, codes)
-        of_codes = self._lengths(self._centroids(codes, layout), layout)
-        scale = to_half(length / of_codes.masked_fill(of_codes == 0, 1.0))
+            width_codes = torch.bucketize(normal.contiguous(), boundaries, out_int32=True)
+            codes = torch.where(layout.width.unsqueeze(-2) == width, width_codes, codes)
+        coded_length = self._lengths(self._centroids(codes, layout), layout)
+        scale = to_half(length / coded_length.masked_fill(coded_length == 0, 1.0))
         return codes, scale, widths
 
     def _values(self, codes: Tensor, lengths: Tensor, layout: Layout) -> Tensor:
@@ -161,8 +135,8 @@ class BlockGtqCodec(RowCodec):
         found = torch.zeros_like(codes, dtype=torch.float32)
         for width in range(1, self.most_bits + 1):
             centroids, _ = normal_levels(width, codes.device)
-            of_width = centroids[codes.clamp(max=len(centroids) - 1)]
-            found = torch.where(layout.width.unsqueeze(-2) == width, of_width, found)
+            width_centroids = centroids[codes.clamp(max=len(centroids) - 1)]
+            found = torch.where(layout.width.unsqueeze(-2) == width, width_centroids, found)
         return found
 
     def _lengths(self, places: Tensor, layout: Layout) -> Tensor:
@@ -206,10 +180,10 @@ def layout_of(widths: Tensor) -> Layout:
     return Layout(channel, width, begin, size, power)
 
 
-def _by_place(of_widths: Tensor, layout: Layout) -> Tensor:
+def _by_place(numbers: Tensor, layout: Layout) -> Tensor:
     """A number of each width [..., tokens, most_bits] at the places of that width."""
-    index = (layout.width - 1).unsqueeze(-2).expand(*of_widths.shape[:-1], -1)
-    return of_widths.gather(-1, index)
+    index = (layout.width - 1).unsqueeze(-2).expand(*numbers.shape[:-1], -1)
+    return numbers.gather(-1, index)
 
 
 def _rotated(places: Tensor, layout: Layout, *, inverse: bool = False) -> Tensor:

@@ -17,16 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from methods.codecs.base import (
-    RowCodec,
-    hadamard,
-    in_range,
-    pack_planes,
-    require_name,
-    to_half,
-    unpack_planes,
-)
+from methods.codecs.base import Family, hadamard, in_range, to_half
 from methods.codecs.integers import Rotation
+from methods.packing import pack_planes, unpack_planes
 
 GGML_BITS = {"q8_0": 8, "q5_1": 5, "q4_0": 4}
 GGML_BLOCK = 32
@@ -36,7 +29,7 @@ ROTATED = 64
 
 
 @dataclass(frozen=True)
-class GgmlCodec(RowCodec):
+class GgmlCodec(Family):
     """A cache type of llama.cpp. A packed row is its blocks, each `[d | m | high bits | codes]`
     as in ggml; a shorter last block repeats its last element.
 
@@ -44,20 +37,14 @@ class GgmlCodec(RowCodec):
     rounded half away from zero. `q4_0` has d = the element of the largest magnitude / -8, its codes
     0 to 15 stand for -8 to 7. `q5_1` has d = (max - m) / 31.
 
-    name: one of GGML_BITS. rotation: applied to a row before it is coded. of_values: the rows are
-    values, which are rotated in blocks of `ROTATED`. Raises ValueError for an unknown name.
+    rotation: applied to a row before it is coded. of_values: the rows are values, which are rotated
+    in blocks of `ROTATED`.
     """
 
     name: str
     rotation: Rotation | None = None
     of_values: bool = False
-
-    def __post_init__(self) -> None:
-        require_name(self.name, GGML_BITS)
-
-    @property
-    def bits(self) -> int:
-        return GGML_BITS[self.name]
+    names = GGML_BITS
 
     @property
     def values(self) -> GgmlCodec:
@@ -89,15 +76,15 @@ class GgmlCodec(RowCodec):
         meta = blocks[..., : self._meta_bytes].contiguous()
         scale = meta[..., :2].contiguous().view(torch.float16).float()
         minimum = torch.zeros_like(scale)
-        of_codes = blocks[..., self._meta_bytes :]
+        packed_codes = blocks[..., self._meta_bytes :]
         if self.name == "q8_0":
-            codes = of_codes.view(torch.int8).float()
+            codes = packed_codes.view(torch.int8).float()
         elif self.name == "q4_0":
-            codes = unpack_planes(of_codes, 4, GGML_BLOCK, torch.float32) - 8
+            codes = unpack_planes(packed_codes, 4, GGML_BLOCK, torch.float32) - 8
         else:
             minimum = meta[..., 2:].contiguous().view(torch.float16).float()
-            high = _unpack_high_bits(of_codes[..., : GGML_BLOCK // 8])
-            low = unpack_planes(of_codes[..., GGML_BLOCK // 8 :], 4, GGML_BLOCK, torch.float32)
+            high = _unpack_high_bits(packed_codes[..., : GGML_BLOCK // 8])
+            low = unpack_planes(packed_codes[..., GGML_BLOCK // 8 :], 4, GGML_BLOCK, torch.float32)
             codes = low + 16 * high
         return self._values(codes, scale, minimum, head_dim).to(dtype)
 

@@ -10,6 +10,9 @@ gives `lo`. The last group of a row may be shorter. A packed row is `[lo, step o
 With `rotation="hadamard"` a row is rotated before it is quantized and back after, as in QuaRot's KV
 cache (Ashkboos et al., NeurIPS 2024): the rotation spreads an outlier over the row.
 
+`ChannelCodec` has KIVI's keys (Liu et al., ICML 2024), whose groups are tokens of one channel: the
+outliers of keys lie in few channels.
+
 The rule, and where it differs (made into docs/methods.md):
 
 **int8** to **int1**: elements in groups of `group_size` share a minimum and a step in fp16
@@ -17,6 +20,12 @@ The rule, and where it differs (made into docs/methods.md):
 at ±448. **-hadamard** rotates keys (after their positions) and values before they are coded and
 back after. QuaRot turns the query instead of turning keys back, and folds the rotation of values
 into the weights. Its 4-bit cache has asymmetric codes as here, with one group a row.
+
+**kivi**: keys share minimum and step per channel over `group_size` (32) consecutive tokens, values
+per token over 32 channels: 3 and 5 bits an element. The values of the last `residual` (128) tokens
+are exact. Keys stay exact until 128 are there, and are coded after the step that completes them.
+Its parts can be set apart, with methods that read all: `codec=int4 value_codec=int2
+key_groups=channel residual=128`.
 """
 
 from __future__ import annotations
@@ -28,17 +37,17 @@ import torch
 from torch import Tensor
 
 from methods.codecs.base import (
-    RowCodec,
+    Family,
+    collected,
+    deal_out,
+    dealt_bytes,
     hadamard,
     in_range,
-    pack_planes,
-    plane_width,
     require_group_size,
-    require_name,
     to_half,
-    unpack_planes,
 )
 from methods.compiled import kernels_for
+from methods.packing import pack_planes, plane_width, unpack_planes
 
 INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
 Rotation = Literal["hadamard"]
@@ -46,23 +55,19 @@ GROUP_META_BYTES = 4  # lo and step, fp16 each
 
 
 @dataclass(frozen=True)
-class IntegerCodec(RowCodec):
-    """name: one of INTEGER_BITS. group_size: elements that share lo and step. rotation: applied to
-    a row before it is quantized. Raises ValueError for an unknown name, or a group_size below 1.
+class IntegerCodec(Family):
+    """Integer codes. group_size: elements that share lo and step. rotation: applied to a row before
+    it is quantized. Raises ValueError for a group_size below 1.
     """
 
     name: str
     group_size: int = 64
     rotation: Rotation | None = None
+    names = INTEGER_BITS
 
     def __post_init__(self) -> None:
-        require_name(self.name, INTEGER_BITS)
+        super().__post_init__()
         require_group_size(self.group_size, least=1)
-
-    @property
-    def bits(self) -> int:
-        """Bits that an element counts, without lo and step."""
-        return INTEGER_BITS[self.name]
 
     def num_groups(self, head_dim: int) -> int:
         """Groups in a row of head_dim elements."""
@@ -86,7 +91,7 @@ class IntegerCodec(RowCodec):
 
     def encode(self, x: Tensor) -> Tensor:
         if self.is_plain and (kernels := kernels_for(x)):
-            return kernels.encode(x, self)
+            return kernels.encode(x, self.bits, self.group_size)
         codes, lo, step = self._quantize(x)
         packed = pack_planes(self._ungrouped(codes, x.shape), self.bits)
         return torch.cat([self._pack_meta(lo, step), packed], dim=-1)
@@ -155,4 +160,42 @@ class IntegerCodec(RowCodec):
     def _unpack_meta(self, packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """lo and step, fp16 [..., num_groups, 1], from bytes [..., meta bytes]."""
         meta = packed.view(torch.float16).unflatten(-1, (self.num_groups(head_dim), 2))
+        return meta[..., :1], meta[..., 1:]
+
+
+@dataclass(frozen=True)
+class ChannelCodec(IntegerCodec):
+    """An integer codec whose groups are `group_size` consecutive tokens of a channel.
+
+    Rows are [..., tokens, head_dim], groups are counted from the first token. `encode` and `decode`
+    take whole groups; in `roundtrip` the last one may be shorter. A group's 4 * head_dim bytes of
+    lo and step are dealt out to its rows, so that all rows have the same length. Raises ValueError
+    as `IntegerCodec`.
+    """
+
+    @property
+    def span(self) -> int:
+        return self.group_size
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return self.bits + 32 / self.group_size
+
+    def _meta_bytes(self, head_dim: int) -> int:
+        return dealt_bytes(GROUP_META_BYTES * head_dim, self.group_size)
+
+    def _grouped(self, rows: Tensor) -> Tensor:
+        """[..., tokens, head_dim] as [..., head_dim, groups, tokens of a group]."""
+        return super()._grouped(rows.mT)
+
+    def _ungrouped(self, groups: Tensor, shape: torch.Size) -> Tensor:
+        return groups.flatten(-2)[..., : shape[-2]].mT
+
+    def _pack_meta(self, lo: Tensor, step: Tensor) -> Tensor:
+        """[..., head_dim, groups, 1] each, as bytes [..., tokens, meta bytes]."""
+        scales = torch.cat([lo, step], -1).transpose(-3, -2).flatten(-2)
+        return deal_out(scales.half().view(torch.uint8), self.group_size)
+
+    def _unpack_meta(self, packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        packed_groups = collected(packed, self.group_size, GROUP_META_BYTES * head_dim)
+        meta = packed_groups.view(torch.float16).unflatten(-1, (head_dim, 2)).transpose(-3, -2)
         return meta[..., :1], meta[..., 1:]

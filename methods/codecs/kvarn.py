@@ -20,20 +20,16 @@ import torch
 from torch import Tensor
 
 from methods.codecs.base import (
-    RowCodec,
+    TileCodec,
     collected,
     deal_out,
     dealt_bytes,
     hadamard,
     in_range,
-    pack_planes,
-    plane_width,
-    require_group_size,
-    require_name,
     to_half,
     total,
-    unpack_planes,
 )
+from methods.packing import pack_planes, plane_width, unpack_planes
 
 KVARN_BITS = {"kvarn4": 4, "kvarn2": 2}
 ROUNDS = 16
@@ -45,47 +41,26 @@ SCALES = (math.exp(-0.3), math.exp(10))
 
 
 @dataclass(frozen=True)
-class KvarnCodec(RowCodec):
-    """Integer codes of a tile of `group_size` tokens with scales for its tokens and its channels.
+class KvarnCodec(TileCodec):
+    """Integer codes of a tile with scales for its tokens and its channels.
 
-    Rows are [..., tokens, head_dim], tiles are counted from the first token. `encode` and `decode`
-    take whole tiles; `roundtrip` leaves an unfinished one as it is. A tile's scales are dealt out
-    to its rows, so that all rows have the same length: `[scales (fp16) | codes]`.
-
-    name: one of KVARN_BITS. of_values: the minimum and step are a token's, else a channel's. Raises
-    ValueError for an unknown name, or a group_size below 2.
+    A packed row is `[a part of its tile's scales (fp16) | codes]`. of_values: the minimum and step
+    are a token's, else a channel's.
     """
 
-    name: str
-    group_size: int = 128
     of_values: bool = False
-
-    def __post_init__(self) -> None:
-        require_name(self.name, KVARN_BITS)
-        require_group_size(self.group_size, least=2)
-
-    @property
-    def bits(self) -> int:
-        return KVARN_BITS[self.name]
+    names = KVARN_BITS
 
     @property
     def values(self) -> KvarnCodec:
         return replace(self, of_values=True)
 
-    @property
-    def span(self) -> int:
-        return self.group_size
-
     def row_bytes(self, head_dim: int) -> int:
         meta_bytes = dealt_bytes(self._tile_meta_bytes(head_dim), self.group_size)
         return meta_bytes + plane_width(head_dim, self.bits)
 
-    def roundtrip(self, x: Tensor) -> Tensor:
-        whole = x.shape[-2] - x.shape[-2] % self.group_size
-        if not whole:
-            return x
-        back = self._values(*self._quantize(x[..., :whole, :])).to(x.dtype)
-        return torch.cat([back, x[..., whole:, :]], -2)
+    def tiles_back(self, x: Tensor) -> Tensor:
+        return self._values(*self._quantize(x))
 
     def encode(self, x: Tensor) -> Tensor:
         codes, *meta = self._quantize(x)
@@ -114,19 +89,18 @@ class KvarnCodec(RowCodec):
         return 2 * (2 * rounded + other)
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of tiles whose rows have a minimum and a step, channels of keys or tokens of values:
-        codes, fp32 [..., tiles, rows, columns]; fp16 step and minimum [..., rows, 1] and scale
-        [..., 1, columns]."""
+        """Codes, fp32 [..., tiles, rows, columns]; step and minimum of each row, a channel of keys
+        or a token of values, fp16 [..., rows, 1]; scale of each column, fp16 [..., 1, columns]."""
         by_token = hadamard(in_range(x)).unflatten(-2, (-1, self.group_size))
         tiles = (by_token if self.of_values else by_token.mT).contiguous()
-        of_columns, of_rows = balancing_scales(tiles)
-        balanced = tiles / of_columns / of_rows
+        column_scales, row_scales = balancing_scales(tiles)
+        balanced = tiles / column_scales / row_scales
         levels = balanced.new_full((), 2**self.bits - 1)  # as in `IntegerCodec`
         minimum = balanced.amin(-1, keepdim=True)
         step = ((balanced.amax(-1, keepdim=True) - minimum) / levels).clamp_(min=1e-10)
         codes = ((balanced - minimum) / step).round_().clamp_(0, 2**self.bits - 1)
-        step, minimum = to_half(of_rows * step), to_half(of_rows * minimum)
-        return codes, step, minimum, to_half(of_columns)
+        step, minimum = to_half(row_scales * step), to_half(row_scales * minimum)
+        return codes, step, minimum, to_half(column_scales)
 
     def _values(self, codes: Tensor, step: Tensor, minimum: Tensor, scale: Tensor) -> Tensor:
         """fp32 rows [..., tokens, head_dim]."""
@@ -142,21 +116,22 @@ def balancing_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
     round count, of equal ones the last (`variance_normalize` of vllm-project/vllm#46812, which adds
     logarithms where scales are multiplied here).
     """
-    of_columns = torch.ones_like(tiles[..., :1, :])
-    of_rows = torch.ones_like(tiles[..., :1])
-    best_columns, best_rows = of_columns, of_rows
+    column_scales = torch.ones_like(tiles[..., :1, :])
+    row_scales = torch.ones_like(tiles[..., :1])
+    best_columns, best_rows = column_scales, row_scales
     least = _imbalance(tiles)
     current = tiles
     for _ in range(ROUNDS):
-        of_columns = (of_columns * _deviation(current.mT).mT.clamp(*DEVIATIONS)).clamp_(*SCALES)
-        current = tiles / of_columns / of_rows
-        of_rows = (of_rows * _deviation(current).clamp(*DEVIATIONS)).clamp_(*SCALES)
-        current = tiles / of_columns / of_rows
+        deviation = _deviation(current.mT).mT.clamp(*DEVIATIONS)
+        column_scales = (column_scales * deviation).clamp_(*SCALES)
+        current = tiles / column_scales / row_scales
+        row_scales = (row_scales * _deviation(current).clamp(*DEVIATIONS)).clamp_(*SCALES)
+        current = tiles / column_scales / row_scales
         imbalance = _imbalance(current)
         is_better = imbalance <= least
         least = torch.where(is_better, imbalance, least)
-        best_columns = torch.where(is_better, of_columns, best_columns)
-        best_rows = torch.where(is_better, of_rows, best_rows)
+        best_columns = torch.where(is_better, column_scales, best_columns)
+        best_rows = torch.where(is_better, row_scales, best_rows)
     return best_columns, best_rows
 
 

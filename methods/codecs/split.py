@@ -17,7 +17,7 @@ from methods.codecs.floats import FloatCodec
 
 @dataclass(frozen=True)
 class NoCodec(RowCodec):
-    """Codec of keys that are not stored, because the method holds them (`KeysOnDevice`): rows
+    """Codec of keys that are not stored, because the state holds them (`Method.keeps_keys`): rows
     of no bytes."""
 
     name: str = "none"
@@ -104,7 +104,7 @@ class SplitCodec:
 
 
 AnyCodec = RowCodec | SplitCodec
-"""Of a layer."""
+"""A layer's codec."""
 
 
 class NamedLayers(NamedTuple):
@@ -142,7 +142,7 @@ class LayerCodecs:
 
 
 CacheCodec = AnyCodec | LayerCodecs
-"""Of all layers under a method."""
+"""The codec of all layers under a method."""
 
 
 def codec_at(codec: CacheCodec, layer: int) -> AnyCodec:
@@ -167,21 +167,21 @@ def mean_bits(codec: CacheCodec, layers: Sequence[int]) -> float:
 def without_keys(codec: CacheCodec | None) -> CacheCodec:
     """The codec of a cache that holds values only; None stores them as fp32, which is exact."""
 
-    def of_values(codec: AnyCodec) -> SplitCodec:
+    def values_alone(codec: AnyCodec) -> SplitCodec:
         return SplitCodec(NoCodec(), codec.values)
 
-    return _in_each_layer(codec or FloatCodec("fp32"), of_values)
+    return _in_each_layer(codec or FloatCodec("fp32"), values_alone)
 
 
 def of_keys_alone(codec: CacheCodec) -> CacheCodec:
     """The codec of a cache whose keys hold the values as well: one copy, coded when keys are."""
 
-    def of_keys(codec: AnyCodec) -> AnyCodec:
+    def keys_alone(codec: AnyCodec) -> AnyCodec:
         if not codec.residual:
             return codec.keys
         return SplitCodec(codec.keys, codec.keys, codec.residual)
 
-    return _in_each_layer(codec, of_keys)
+    return _in_each_layer(codec, keys_alone)
 
 
 def _in_each_layer(codec: CacheCodec, change: Callable[[AnyCodec], AnyCodec]) -> CacheCodec:

@@ -25,23 +25,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from methods.codecs.base import (
-    RowCodec,
-    code_bytes,
-    hadamard,
-    in_range,
-    pack_codes,
-    require_name,
-    to_half,
-    total,
-    unpack_codes,
-)
+from methods.codecs.base import Family, hadamard, in_range, to_half, total
+from methods.packing import code_bytes, pack_codes, unpack_codes
 
 TURBO_BITS = {"turbo4": 4, "turbo3": 3, "turbo2": 2}
 
 
 @dataclass(frozen=True)
-class TurboCodec(RowCodec):
+class TurboCodec(Family):
     """TurboQuant's quantiser of the squared error: a direction by Lloyd-Max centroids, and a
     length.
 
@@ -50,18 +41,10 @@ class TurboCodec(RowCodec):
     packed row is `[scale (fp16) | codes]`, with scale = |row| / |c_codes|: a row reads back with
     its own length, as vLLM's `norm_correction` does when it reads. Codes of 3 bits are packed as
     their two low bits and then their high bit.
-
-    name: one of TURBO_BITS. Raises ValueError for another.
     """
 
     name: str
-
-    def __post_init__(self) -> None:
-        require_name(self.name, TURBO_BITS)
-
-    @property
-    def bits(self) -> int:
-        return TURBO_BITS[self.name]
+    names = TURBO_BITS
 
     def bits_per_element(self, head_dim: int) -> float:
         """`bits`, and 16 for the row's scale."""

@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods import compiled
-from methods.codecs.base import FP16_MAX, plane_width
-from methods.codecs.integers import IntegerCodec
+from methods.kernels import common
+from methods.packing import plane_width
 
 TO_WHOLE = tl.constexpr(1.5 * 2**23)
 """Adding this rounds a number below 2^22 to a whole one, halves to the even neighbour."""
-HALF_MAX = tl.constexpr(FP16_MAX)
+HALF_MAX = tl.constexpr(torch.finfo(torch.float16).max)
 MOST_ROWS = 64
 """Rows of a KV head that kernels of a step take; of more, torch makes products."""
 
@@ -53,11 +52,11 @@ def pack_row(states, packed, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_S
     for plane in tl.static_range(8 // BITS):
         element = plane * width + at
         held = (at < width) & (element < HEAD_DIM)
-        of_group = tl.where(held, element // GROUP_SIZE, 0)
+        group_index = tl.where(held, element // GROUP_SIZE, 0)
         above = tl.load(states + element, mask=held, other=0).to(tl.float32) - tl.gather(
-            lo, of_group, 0
+            lo, group_index, 0
         )
-        level = tl.div_rn(above, tl.gather(divisor, of_group, 0))
+        level = tl.div_rn(above, tl.gather(divisor, group_index, 0))
         level = tl.minimum(tl.maximum(level, 0.0), 2.0**BITS - 1) + TO_WHOLE - TO_WHOLE
         codes |= tl.where(held, level, 0.0).to(tl.int32) << plane * BITS
     tl.store(packed + 4 * groups + at, codes.to(tl.uint8), mask=at < width)
@@ -76,19 +75,20 @@ def _pack(
     pack_row(states + row * HEAD_DIM, packed + row * ROW_BYTES, HEAD_DIM, BITS, GROUP_SIZE)
 
 
-def encode(x: Tensor, codec: IntegerCodec) -> Tensor:
+def encode(x: Tensor, bits: int, group_size: int) -> Tensor:
     """As `IntegerCodec.encode` without a rotation: rows [..., head_dim] as uint8 [..., row
     bytes]."""
     head_dim = x.shape[-1]
-    packed = x.new_empty((*x.shape[:-1], codec.row_bytes(head_dim)), dtype=torch.uint8)
+    row_bytes = 4 * triton.cdiv(head_dim, group_size) + plane_width(head_dim, bits)
+    packed = x.new_empty((*x.shape[:-1], row_bytes), dtype=torch.uint8)
     if packed.numel():
         _pack[(x.shape[:-1].numel(),)](
             x.contiguous(),
             packed,
             HEAD_DIM=head_dim,
-            BITS=codec.bits,
-            GROUP_SIZE=codec.group_size,
-            ROW_BYTES=packed.shape[-1],
+            BITS=bits,
+            GROUP_SIZE=group_size,
+            ROW_BYTES=row_bytes,
             num_warps=1,
         )
     return packed
@@ -124,12 +124,12 @@ def _coded_scores(
         sums = tl.zeros((ROWS,), tl.float32)
         products = tl.zeros((ROWS, TILE), tl.float32)
         for column in range(group * GROUP_SIZE, min(COLUMNS, (group + 1) * GROUP_SIZE)):
-            of_query = tl.load(query + column, mask=row < rows, other=0).to(tl.float32)
+            query_element = tl.load(query + column, mask=row < rows, other=0).to(tl.float32)
             byte = 4 * groups + column % width
             code = tl.load(keys + byte * byte_stride, mask=held, other=0).to(tl.int32)
             code = (code >> column // width * BITS) & ((1 << BITS) - 1)
-            sums += of_query
-            products += of_query[:, None] * code.to(tl.float32)[None, :]
+            sums += query_element
+            products += query_element[:, None] * code.to(tl.float32)[None, :]
         lo = load_half(keys + 4 * group * byte_stride, byte_stride, held)
         step = load_half(keys + (4 * group + 2) * byte_stride, byte_stride, held)
         total += products * step[None, :] + sums[:, None] * lo[None, :]
@@ -145,13 +145,13 @@ def load_half(low, byte_stride, held):
     return word.to(tl.float16, bitcast=True).to(tl.float32)
 
 
-def coded_scores(query: Tensor, keys: Tensor, codec: IntegerCodec) -> Tensor:
+def coded_scores(query: Tensor, keys: Tensor, bits: int, group_size: int) -> Tensor:
     """As `methods.coded_keys.coded_scores`, for at most `MOST_ROWS` rows."""
     batch, heads, rows, columns = query.shape
     slots = keys.shape[2]
     scores = query.new_empty((batch, heads, rows, slots), dtype=torch.float32)
     padded = triton.next_power_of_2(rows)
-    tile = max(1, compiled.ELEMENTS // padded)
+    tile = max(1, common.ELEMENTS // padded)
     in_memory = keys if keys.stride(-1) == 1 else keys.mT  # the kernel is told all strides
     _coded_scores[(batch * heads * triton.cdiv(slots, tile),)](
         query.contiguous(),
@@ -162,8 +162,8 @@ def coded_scores(query: Tensor, keys: Tensor, codec: IntegerCodec) -> Tensor:
         heads,
         *keys.stride(),
         COLUMNS=columns,
-        BITS=codec.bits,
-        GROUP_SIZE=codec.group_size,
+        BITS=bits,
+        GROUP_SIZE=group_size,
         ROWS=padded,
         TILE=tile,
     )
@@ -200,15 +200,14 @@ def _coded_product(
     products += (head * rows + row) * COLUMNS
     for plane in tl.static_range(8 // BITS):
         code = (codes >> plane * BITS) & ((1 << BITS) - 1)
-        of_plane = tl.sum(scaled[:, None] * code.to(tl.float32), 0) + base
+        plane_sums = tl.sum(scaled[:, None] * code.to(tl.float32), 0) + base
         column = plane * width + byte
-        tl.store(products + column, of_plane, mask=(byte < width) & (column < COLUMNS))
+        tl.store(products + column, plane_sums, mask=(byte < width) & (column < COLUMNS))
 
 
-def coded_product(states: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
+def coded_product(states: Tensor, side: Tensor, bits: int, columns: int) -> Tensor:
     """As `methods.infinigen2.coded_product`."""
     batch, heads, rows, head_dim = states.shape
-    columns = codec.group_size
     products = states.new_empty((batch, heads, rows, columns), dtype=torch.float32)
     _coded_product[(batch * heads * rows,)](
         states.contiguous(),
@@ -221,7 +220,7 @@ def coded_product(states: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:
         HEAD_DIM=head_dim,
         ELEMENTS_OF_HEAD=triton.next_power_of_2(head_dim),
         COLUMNS=columns,
-        BITS=codec.bits,
-        WIDTH=triton.next_power_of_2(plane_width(columns, codec.bits)),
+        BITS=bits,
+        WIDTH=triton.next_power_of_2(plane_width(columns, bits)),
     )
     return products

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods import compiled
+from methods.kernels import common
 
 EMPTY = tl.constexpr(torch.iinfo(torch.int32).max)
 """As `methods.base.EMPTY`."""
@@ -53,8 +53,8 @@ def _place_own(
     target = tl.where(gone, num_slots - 1, first)
     tl.store(free + head, tl.where(gone, -1, first).to(tl.int64))
     for part in tl.static_range(len(WIDTHS)):
-        of_head = data[part] + head * num_slots * WIDTHS[part]
-        _move(of_head, own, target, WIDTHS[part], EMPTIES[part])
+        head_slots = data[part] + head * num_slots * WIDTHS[part]
+        _move(head_slots, own, target, WIDTHS[part], EMPTIES[part])
 
 
 @triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
@@ -73,9 +73,9 @@ def _evict_least(
         slot = start + tl.arange(0, TILE)
         token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
         old = (slot < slots) & (token <= position - recent)
-        of_slots = tl.where(old, tl.load(score + slot, mask=old, other=0), float("inf"))
-        lowest = tl.min(of_slots, 0)
-        first = tl.min(tl.where(of_slots == lowest, slot, slots), 0)
+        slot_scores = tl.where(old, tl.load(score + slot, mask=old, other=0), float("inf"))
+        lowest = tl.min(slot_scores, 0)
+        first = tl.min(tl.where(slot_scores == lowest, slot, slots), 0)
         victim = tl.where(lowest < least, first, victim)
         least = tl.minimum(least, lowest)
     tl.store(tokens + victim, EMPTY, mask=position >= budget)
@@ -143,7 +143,7 @@ def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int
     widths = tuple(tensor[0, 0, 0].numel() for tensor in data.values())
     values = tuple(empties[name] for name in data)
     given = (tokens, tuple(data.values()), free, own, tokens.shape[2])
-    _place_own[(free.numel(),)](*given, WIDTHS=widths, EMPTIES=values, TILE=compiled.ELEMENTS)
+    _place_own[(free.numel(),)](*given, WIDTHS=widths, EMPTIES=values, TILE=common.ELEMENTS)
     return free
 
 
@@ -159,7 +159,7 @@ def evict_least(
     heads = tokens.shape[1]
     sizes = (slots, tokens.shape[2], heads, positions.stride(0))
     _evict_least[(len(tokens) * heads,)](
-        score, tokens, positions, limits, *sizes, TILE=compiled.ELEMENTS
+        score, tokens, positions, limits, *sizes, TILE=common.ELEMENTS
     )
 
 
@@ -167,8 +167,8 @@ def use(
     chosen: Tensor, ascending: Tensor, data: tuple[Tensor, Tensor, Tensor], positions: Tensor,
     limits: tuple[Tensor, Tensor], policy: str,
 ) -> None:  # fmt: skip
-    """As `PooledState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last
-    fetches; limits: capacities and numbers of unprotected tokens, int64 [batch]."""
+    """As `InfiniGenPoolState.use`. positions: int [batch], -1 for padding; data: tokens, fetches
+    and last fetches; limits: capacities and numbers of unprotected tokens, int64 [batch]."""
     tokens, heads = data[0], chosen.shape[1]
     sizes = (chosen.shape[2], tokens.shape[2], heads, positions.stride(0))
     grid = (len(tokens) * heads,)
@@ -180,5 +180,5 @@ def use(
         *limits,
         *sizes,
         POLICY=policy,
-        TILE=compiled.ELEMENTS,
+        TILE=common.ELEMENTS,
     )

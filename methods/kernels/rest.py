@@ -13,17 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods import compiled
 from methods.base import QueryRows
-from methods.codecs.integers import IntegerCodec
+from methods.kernels import common
 from methods.kernels.coded import load_half, width_of
-from methods.kernels.selection import set_strides
+from methods.kernels.common import set_strides
 
 PART = 1024
 """Slots of a program, about."""
 PRODUCTS = 4
 """Products of a weight and a number of the index that a program holds at a time, as a multiple of
-`compiled.ELEMENTS`."""
+`common.ELEMENTS`."""
 
 
 @triton.jit(
@@ -52,9 +51,9 @@ def _rest_parts(
 ):  # fmt: skip
     width: tl.constexpr = width_of(COLUMNS, BITS)
     groups: tl.constexpr = (COLUMNS + GROUP_SIZE - 1) // GROUP_SIZE
-    part, of_row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
-    row, of_head = of_row % rows, of_row // rows
-    batch, kv_head = of_head // heads, of_head % heads
+    part, row_index = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
+    row, head_index = row_index % rows, row_index // rows
+    batch, kv_head = head_index // heads, head_index % heads
     tokens += batch * tokens_batch_stride + kv_head * tokens_head_stride
     keys += batch * keys_batch_stride + kv_head * keys_head_stride
     position = tl.load(positions + batch * rows + row)
@@ -62,10 +61,10 @@ def _rest_parts(
     head = tl.arange(0, HEADS)
     is_head = head < group
     element = tl.arange(0, ELEMENTS_OF_HEAD)
-    lacking = tl.load(unscored + of_head * HEAD_DIM + element, mask=element < HEAD_DIM, other=0)
-    of_query = (of_head * group + head) * rows + row
+    lacking = tl.load(unscored + head_index * HEAD_DIM + element, mask=element < HEAD_DIM, other=0)
+    query_index = (head_index * group + head) * rows + row
     asking = tl.load(
-        query + of_query[:, None] * HEAD_DIM + element[None, :],
+        query + query_index[:, None] * HEAD_DIM + element[None, :],
         mask=is_head[:, None] & (element < HEAD_DIM)[None, :],
         other=0,
     )
@@ -82,13 +81,13 @@ def _rest_parts(
         slot = (part * tiles + tile) * TILE + tl.arange(0, TILE)
         held = slot < slots
         unread = held & (tl.load(tokens + slot, mask=held, other=0) < position)
-        unread &= tl.load(read + of_row * slots + slot, mask=held, other=1) == 0
-        of_index = tl.load(
-            scores + of_query[:, None] * slots + slot[None, :],
+        unread &= tl.load(read + row_index * slots + slot, mask=held, other=1) == 0
+        index_scores = tl.load(
+            scores + query_index[:, None] * slots + slot[None, :],
             mask=is_head[:, None] & unread[None, :],
             other=float("-inf"),
         )
-        shifted = of_index + shift[:, None]
+        shifted = index_scores + shift[:, None]
         now = tl.maximum(largest, tl.max(shifted, 1))
         base = tl.where(now == float("-inf"), 0.0, now)  # nothing is left so far
         weight = tl.exp(shifted - base[:, None])
@@ -104,11 +103,11 @@ def _rest_parts(
         mass = mass * fade + tl.sum(weight, 1)
         largest = now
 
-    of_part = tl.program_id(0).to(tl.int64) * group + head
-    tl.store(most + of_part, largest, mask=is_head)
-    tl.store(total + of_part, mass, mask=is_head)
+    part_index = tl.program_id(0).to(tl.int64) * group + head
+    tl.store(most + part_index, largest, mask=is_head)
+    tl.store(total + part_index, mass, mask=is_head)
     tl.store(
-        summed + of_part[:, None] * COLUMNS + column[None, :],
+        summed + part_index[:, None] * COLUMNS + column[None, :],
         sums,
         mask=is_head[:, None] & (column < COLUMNS)[None, :],
     )
@@ -119,9 +118,9 @@ def _rest_of_parts(
     most, total, summed, log_mass, mean, rows, parts, group,
     COLUMNS: tl.constexpr, NUMBERS: tl.constexpr,  # COLUMNS rounded up
 ):  # fmt: skip
-    head, of_row = tl.program_id(0) % group, (tl.program_id(0) // group).to(tl.int64)
+    head, row_index = tl.program_id(0) % group, (tl.program_id(0) // group).to(tl.int64)
     column = tl.arange(0, NUMBERS)
-    first = of_row * parts * group + head
+    first = row_index * parts * group + head
     largest = tl.full((), float("-inf"), tl.float32)
     for part in range(parts):
         largest = tl.maximum(largest, tl.load(most + first + part * group))
@@ -132,9 +131,9 @@ def _rest_of_parts(
         at = first + part * group
         share = tl.exp(tl.load(most + at) - base)
         mass += share * tl.load(total + at)
-        of_part = tl.load(summed + at * COLUMNS + column, mask=column < COLUMNS, other=0)
-        sums += share * of_part
-    found = (of_row // rows * group + head) * rows + of_row % rows
+        part_sums = tl.load(summed + at * COLUMNS + column, mask=column < COLUMNS, other=0)
+        sums += share * part_sums
+    found = (row_index // rows * group + head) * rows + row_index % rows
     some = tl.where(mass > 0, mass, 1.0)
     tl.store(log_mass + found, tl.where(mass > 0, base + tl.log(some), float("-inf")))
     tl.store(mean + found * COLUMNS + column, sums / some, mask=column < COLUMNS)
@@ -142,11 +141,11 @@ def _rest_of_parts(
 
 def index_of_rest(
     scores: Tensor, unscored: Tensor, read: Tensor, rows: QueryRows, keys: Tensor,
-    codec: IntegerCodec, *, columns: int, scale: float,
+    *, columns: int, bits: int, group_size: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of the visible tokens that a row does not read: the logarithm of the sum of exp(score), fp32
-    [batch, num_kv_heads, group, rows], -inf where there are none; and the mean of their index by
-    these weights, fp32 [batch, num_kv_heads, group, rows, columns], 0 where there are none.
+    """Log-mass of the visible tokens that a row does not read, the logarithm of the sum of
+    exp(score), fp32 [batch, num_kv_heads, group, rows], -inf where there are none; and the mean of
+    their index by these weights, fp32 [..., columns], 0 where there are none.
 
     scores: of the index, scaled, fp32 [batch, num_kv_heads, group, rows, slots]; they lack scale *
     the product of the query and `unscored` [batch, num_kv_heads, 1, head_dim]. read: bool [batch,
@@ -155,7 +154,7 @@ def index_of_rest(
     batch, heads, group, num_rows, slots = scores.shape
     head_dim, tokens = rows.query.shape[-1], rows.slot_positions
     padded, numbers = triton.next_power_of_2(group), triton.next_power_of_2(columns)
-    tile = max(16, PRODUCTS * compiled.ELEMENTS // (padded * numbers))
+    tile = max(16, PRODUCTS * common.ELEMENTS // (padded * numbers))
     tiles = max(1, min(PART, slots) // tile)
     parts = triton.cdiv(slots, tile * tiles)
     programs = batch * heads * num_rows * parts
@@ -186,8 +185,8 @@ def index_of_rest(
         ELEMENTS_OF_HEAD=triton.next_power_of_2(head_dim),
         COLUMNS=columns,
         NUMBERS=numbers,
-        BITS=codec.bits,
-        GROUP_SIZE=codec.group_size,
+        BITS=bits,
+        GROUP_SIZE=group_size,
         HEADS=padded,
         TILE=tile,
     )

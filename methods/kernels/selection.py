@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods import compiled
 from methods.base import QueryRows
+from methods.kernels import common
 from methods.kernels.coded import TO_WHOLE
-from methods.sampling import LASTING_BITS, mixed
+from methods.kernels.common import set_strides
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Smaller values are hidden."""
@@ -27,11 +27,11 @@ STEPS = tl.constexpr(8)
 
 
 @triton.jit
-def _seen(of_head, tokens, position, slot, slots, is_head):
-    """Which of a tile's slots a row sees, and their scores [heads, slots], -inf elsewhere."""
+def _seen(head_scores, tokens, position, slot, slots, is_head):
+    """Mask of a tile's slots that a row sees, and their scores [heads, slots], -inf elsewhere."""
     held = slot < slots
     visible = held & (tl.load(tokens + slot, mask=held, other=0) < position)
-    return visible, tl.load(of_head + slot, mask=visible & is_head, other=float("-inf"))
+    return visible, tl.load(head_scores + slot, mask=visible & is_head, other=float("-inf"))
 
 
 @triton.jit(do_not_specialize=["slots", "alpha"])
@@ -44,24 +44,24 @@ def _relative(
     TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    row, of_all = program % rows, program // rows
-    batch = of_all // sets
-    tokens += batch.to(tl.int64) * batch_stride + of_all % sets * set_stride
+    row, set_index = program % rows, program // rows
+    batch = set_index // sets
+    tokens += batch.to(tl.int64) * batch_stride + set_index % sets * set_stride
     position = tl.load(positions + batch * rows + row)
     head = tl.arange(0, HEADS)[:, None]
-    of_head = scores + ((of_all.to(tl.int64) * group + head) * rows + row) * slots
+    head_scores = scores + ((set_index.to(tl.int64) * group + head) * rows + row) * slots
     relative += program.to(tl.int64) * slots
     best = tl.full((HEADS, TILE), float("-inf"), tl.float32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
+        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
         best = tl.maximum(best, seen)
     best = tl.max(best, 1)
     best = tl.where(best == float("-inf"), 0.0, best)[:, None]
     count = tl.zeros((TILE,), tl.int32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
+        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
         nearest = tl.max(seen - best, 0)
         tl.store(relative + slot, nearest, mask=slot < slots)
         count += (nearest >= -alpha).to(tl.int32)
@@ -80,36 +80,36 @@ def _summed_probs(
     TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    row, of_all = program % rows, program // rows
-    batch = of_all // sets
-    tokens += batch.to(tl.int64) * batch_stride + of_all % sets * set_stride
+    row, set_index = program % rows, program // rows
+    batch = set_index // sets
+    tokens += batch.to(tl.int64) * batch_stride + set_index % sets * set_stride
     position = tl.load(positions + batch * rows + row)
     head = tl.arange(0, HEADS)[:, None]
-    of_head = scores + ((of_all.to(tl.int64) * group + head) * rows + row) * slots
+    head_scores = scores + ((set_index.to(tl.int64) * group + head) * rows + row) * slots
     summed += program.to(tl.int64) * slots
     best = tl.full((HEADS, TILE), LOWEST, tl.float32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
+        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
         best = tl.maximum(best, seen)
     best = tl.max(best, 1)[:, None]
     total = tl.zeros((HEADS, TILE), tl.float32)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        _, seen = _seen(of_head, tokens, position, slot, slots, head < group)
+        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
         total += tl.exp(seen - best)
     total = tl.sum(total, 1)[:, None]
     total = tl.where(total > 0, total, 1.0)  # of no visible token, and of no head
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        visible, seen = _seen(of_head, tokens, position, slot, slots, head < group)
-        of_slots = tl.maximum(tl.sum(tl.exp(seen - best) / total, 0), TINY)
+        visible, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
+        slot_scores = tl.maximum(tl.sum(tl.exp(seen - best) / total, 0), TINY)
         if distances is not None:
             at = distances + batch.to(tl.int64) * distance_batch_stride
-            at += (of_all % sets).to(tl.int64) * distance_head_stride
+            at += (set_index % sets).to(tl.int64) * distance_head_stride
             code = tl.load(at + slot, mask=slot < slots, other=0).to(tl.float32)
-            of_slots *= tl.exp2(code / STEPS)
-        tl.store(summed + slot, tl.where(visible, of_slots, float("-inf")), mask=slot < slots)
+            slot_scores *= tl.exp2(code / STEPS)
+        tl.store(summed + slot, tl.where(visible, slot_scores, float("-inf")), mask=slot < slots)
 
 
 @triton.jit(do_not_specialize_on_alignment=["codes"])  # the slot moves from step to step
@@ -119,13 +119,13 @@ def _code_distances(
     code_batch_stride, code_head_stride,
     VALUE_DIM: tl.constexpr, ELEMENTS_OF_VALUE: tl.constexpr,  # VALUE_DIM rounded up
 ):  # fmt: skip
-    row, of_all = tl.program_id(0) % rows, (tl.program_id(0) // rows).to(tl.int64)
-    batch, head = of_all // heads, of_all % heads
+    row, set_index = tl.program_id(0) % rows, (tl.program_id(0) // rows).to(tl.int64)
+    batch, head = set_index // heads, set_index % heads
     element = tl.arange(0, ELEMENTS_OF_VALUE)
     held = element < VALUE_DIM
     values += batch * value_batch_stride + head * value_head_stride + row * value_row_stride
     value = tl.load(values + element, mask=held, other=0).to(tl.float32)
-    mean = tl.load(means + of_all * VALUE_DIM + element, mask=held, other=0).to(tl.float32)
+    mean = tl.load(means + set_index * VALUE_DIM + element, mask=held, other=0).to(tl.float32)
     distance = tl.sqrt(tl.sum((value - mean) * (value - mean), 0))
     steps = tl.log2(tl.maximum(distance, 2.0**-16)) * STEPS + TO_WHOLE - TO_WHOLE
     code = tl.minimum(steps + 128, 255)
@@ -152,10 +152,10 @@ def _ranked(
     TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    of_all = program // rows
-    batch, of_set = of_all // sets, of_all % sets
-    tokens += batch.to(tl.int64) * batch_stride + of_set * set_stride
-    turn = _mixed(of_set.to(tl.int64) + layer.to(tl.int64) * 65536)
+    set_index = program // rows
+    batch, set_number = set_index // sets, set_index % sets
+    tokens += batch.to(tl.int64) * batch_stride + set_number * set_stride
+    turn = _mixed(set_number.to(tl.int64) + layer.to(tl.int64) * 65536)
     score += program.to(tl.int64) * slots
     ranked += program.to(tl.int64) * slots
     for start in range(0, slots, TILE):
@@ -163,8 +163,8 @@ def _ranked(
         token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
         turned = (_mixed(token + salt) + turn) & (NUMBERS - 1)
         number = (turned.to(tl.float32) + 0.5) / NUMBERS
-        of_slots = tl.load(score + slot, mask=slot < slots, other=0)
-        tl.store(ranked + slot, of_slots / number, mask=slot < slots)
+        slot_scores = tl.load(score + slot, mask=slot < slots, other=0)
+        tl.store(ranked + slot, slot_scores / number, mask=slot < slots)
 
 
 @triton.jit(do_not_specialize=["slots", "salt", "seed"])
@@ -175,16 +175,16 @@ def _random_numbers(
     TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    row, of_all = program % rows, program // rows
-    batch, of_set = of_all // sets, of_all % sets
-    tokens += batch.to(tl.int64) * batch_stride + of_set * set_stride
+    row, set_index = program % rows, program // rows
+    batch, set_number = set_index // sets, set_index % sets
+    tokens += batch.to(tl.int64) * batch_stride + set_number * set_stride
     found += program.to(tl.int64) * slots
     position = tl.load(positions + batch * rows + row).to(tl.int64)
-    of_row = _mixed(_mixed(_mixed(of_set.to(tl.int64) + salt) + seed) + position)
+    row_hash = _mixed(_mixed(_mixed(set_number.to(tl.int64) + salt) + seed) + position)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
         token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
-        number = (_mixed(of_row + token) >> 8).to(tl.float32)
+        number = (_mixed(row_hash + token) >> 8).to(tl.float32)
         tl.store(found + slot, number, mask=slot < slots)
 
 
@@ -195,14 +195,14 @@ def _log_weights(score, ranked, mask, found, slots, TILE: tl.constexpr):
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
         taken = tl.load(mask + program + slot, mask=slot < slots, other=1) != 0
-        of_slots = tl.load(ranked + program + slot, mask=~taken, other=0)
-        left_out = tl.maximum(left_out, of_slots)  # hidden tokens are below 0
+        slot_scores = tl.load(ranked + program + slot, mask=~taken, other=0)
+        left_out = tl.maximum(left_out, slot_scores)  # hidden tokens are below 0
     border = tl.max(left_out, 0)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
         taken = tl.load(mask + program + slot, mask=slot < slots, other=0) != 0
-        of_slots = tl.load(score + program + slot, mask=taken, other=1.0)
-        weight = tl.maximum(border / of_slots, 1.0)
+        slot_scores = tl.load(score + program + slot, mask=taken, other=1.0)
+        weight = tl.maximum(border / slot_scores, 1.0)
         tl.store(found + program + slot, tl.log(tl.where(taken, weight, 1.0)), mask=slot < slots)
 
 
@@ -272,12 +272,6 @@ def _take_largest(
         equal_before += tl.sum(equal, 0)
 
 
-def set_strides(tokens: Tensor) -> tuple[int, int]:
-    """From one batch element and set to the next in [batch, 1 or sets, slots], 0 along what is
-    shared."""
-    return tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0
-
-
 def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Tensor]:
     """Each set's r (see `Selecting.reduced`), -inf where a row sees no token, fp32 [batch, sets,
     rows, slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
@@ -291,7 +285,7 @@ def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Ten
     within = scores.new_empty((batch, sets, num_rows), dtype=torch.int32)
     heads = triton.next_power_of_2(group)
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), found, within, alpha)
-    tile = max(1, compiled.ELEMENTS // heads)
+    tile = max(1, common.ELEMENTS // heads)
     shape = (slots, sets, num_rows, group, *set_strides(tokens))
     _relative[(batch * sets * num_rows,)](*data, *shape, HEADS=heads, TILE=tile)
     return found, within
@@ -308,7 +302,7 @@ def summed_probs(scores: Tensor, rows: QueryRows, distances: Tensor | None = Non
     shape = (slots, sets, num_rows, group)
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), summed)
     coded = (distances, *(distances.stride()[:2] if distances is not None else (0, 0)))
-    tile = max(1, compiled.ELEMENTS // heads)
+    tile = max(1, common.ELEMENTS // heads)
     grid = (batch * sets * num_rows,)
     _summed_probs[grid](*data, *shape, *set_strides(tokens), *coded, HEADS=heads, TILE=tile)
     return summed
@@ -335,24 +329,14 @@ def code_distances(values: Tensor, means: Tensor, codes: Tensor) -> None:
     )
 
 
-def ranked(score: Tensor, rows: QueryRows, seed: int, layer: int) -> Tensor:
-    """Score / number of each token, by which a sample is drawn (`methods.sampling`): fp32 [batch,
-    sets, rows, slots], like `score`."""
+def ranked(score: Tensor, rows: QueryRows, salt: int, layer: int, number_bits: int) -> Tensor:
+    """As `methods.sampling.ranked`. salt: a hash of the seed. number_bits: of a token's number."""
     batch, sets, num_rows, slots = score.shape
     tokens = rows.slot_positions
     found = torch.empty_like(score)
-    shape = (slots, sets, num_rows)
-    _ranked[(batch * sets * num_rows,)](
-        score,
-        tokens,
-        found,
-        mixed(seed),
-        layer,
-        *shape,
-        *set_strides(tokens),
-        NUMBERS=2**LASTING_BITS,
-        TILE=compiled.ELEMENTS,
-    )
+    shape = (slots, sets, num_rows, *set_strides(tokens))
+    sizes = {"NUMBERS": 2**number_bits, "TILE": common.ELEMENTS}
+    _ranked[(batch * sets * num_rows,)](score, tokens, found, salt, layer, *shape, **sizes)
     return found
 
 
@@ -360,13 +344,12 @@ def random_numbers(salt: int, seed: int, rows: QueryRows, sets: int) -> Tensor:
     """As `methods.sampling.random_numbers`. salt: of the layer and the sample."""
     tokens = rows.slot_positions
     batch, num_rows = rows.positions.shape
-    found = torch.empty(
-        (batch, sets, num_rows, tokens.shape[-1]), dtype=torch.float32, device=tokens.device
-    )
+    found_shape = (batch, sets, num_rows, tokens.shape[-1])
+    found = torch.empty(found_shape, dtype=torch.float32, device=tokens.device)
     data = (tokens, rows.positions.contiguous(), found, salt, seed)
     shape = (tokens.shape[-1], sets, num_rows)
     _random_numbers[(batch * sets * num_rows,)](
-        *data, *shape, *set_strides(tokens), TILE=compiled.ELEMENTS
+        *data, *shape, *set_strides(tokens), TILE=common.ELEMENTS
     )
     return found
 
@@ -376,7 +359,7 @@ def log_weights(score: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
     score, ranked, mask = score.contiguous(), ranked.contiguous(), mask.contiguous()
     found = torch.empty_like(score)
     grid = (score.numel() // max(1, score.shape[-1]),)
-    _log_weights[grid](score, ranked, mask, found, score.shape[-1], TILE=compiled.ELEMENTS)
+    _log_weights[grid](score, ranked, mask, found, score.shape[-1], TILE=common.ELEMENTS)
     return found
 
 
@@ -398,16 +381,11 @@ def largest(
     taken = values.new_empty((batch, num_rows), dtype=torch.float64)
     order = None if order is None else order.contiguous()
     mean_of = 0 if within is None else triton.next_power_of_2(sets)
-    given = (
-        values,
-        values if within is None else within,
-        whole.contiguous(),
-        cached.contiguous(),
-        order,
-    )
+    counts = values if within is None else within
+    given = (values, counts, whole.contiguous(), cached.contiguous(), order)
     cap = {"FRAC": frac, "LEAST": least, "MEAN_OF": mean_of}
     grid = (batch * sets * num_rows,)
     _take_largest[grid](
-        *given, mask, taken, slots, sets, num_rows, **cap, TILE=compiled.ELEMENTS, num_warps=8
+        *given, mask, taken, slots, sets, num_rows, **cap, TILE=common.ELEMENTS, num_warps=8
     )
     return mask, taken

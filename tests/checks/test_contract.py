@@ -24,7 +24,6 @@ from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.settings.paths import CONF_DIR
 from methods.base import Geometry, QueryRows, Rest, Selection
-from methods.extras import KeysOnDevice, to_calibrate
 from tests.cases import CASES, SHIPPED, WIDE, Case, shipped
 from tests.conftest import refused
 from tests.living import (
@@ -170,10 +169,10 @@ def test_live_is_replay_on_latents(name):
     case, model_type, shape = shipped(name), *MODELS[LATENTS]
     with attach(tiny_model(model_type, **shape)) as attached:
         assert attached.geometry.values_in_keys
-        measured = calibrate(attached, case.method, list(range(3, 253))) if to_calibrate(case.method) else None
+        measured = calibrate(attached, case.method, list(range(3, 253))) if case.method.needs_calibration else None
         trial = Trial(attached, None, Setup(case.method, case.codec, measured), LONG)
         found = _refusal(trial) or judge(CHECKS["live decoding is replay"], trial).verdict
-    keeps_keys = isinstance(case.method, KeysOnDevice)
+    keeps_keys = case.method.keeps_keys
     assert found == "ok" or (keeps_keys and "keeps the keys: in this model they hold the values as well" in found)
 
 
@@ -184,7 +183,7 @@ def test_a_shipped_method_passes_every_check_between_windows(name):
     model_type, shape = MODELS["Gemma 2"]
     few_layers = shape | {"num_hidden_layers": len(WINDOWS), "layer_types": [*WINDOWS]}
     with attach(tiny_model(model_type, **few_layers)) as attached, EmulatedLink(1e12) as link:
-        measured = calibrate(attached, method, list(range(3, 253))) if to_calibrate(method) else None
+        measured = calibrate(attached, method, list(range(3, 253))) if method.needs_calibration else None
         trial = Trial(attached, link, Setup(method, None, measured), LONG)
         found = [judge(check, trial) for check in CHECKS.values()]
     assert len(found) == len(CHECKS) == 7 and "FAILED" not in {finding.verdict for finding in found}, found
@@ -214,7 +213,7 @@ WRONG = {
     ),
     "log_mass": (
         GOOD._replace(rest=Rest(None, torch.ones(2, 2, 1, 3, 8), torch.ones(2, 2, 2, 3))),
-        "rest.log_mass; allowed: for a method that derives from WeighsRest",
+        "rest.log_mass; allowed: for a method with weighs_rest = True",
     ),
 }  # fmt: skip
 
@@ -223,7 +222,7 @@ class Odd:
     """A state of a user's own method."""
 
     geometry = Geometry(1, 4, 2, 8, 1.0, "llama")
-    method = SimpleNamespace()
+    method = SimpleNamespace(weighs_rest=False)
 
     def __init__(self, result):
         self.result = result

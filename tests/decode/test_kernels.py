@@ -19,9 +19,8 @@ from methods import compiled as switch
 from methods.attention import Softmax
 from methods.base import Rest
 from methods.codecs.base import FLOAT_DTYPES
-from methods.codecs.channel import ChannelCodec
 from methods.codecs.floats import FloatCodec
-from methods.codecs.integers import IntegerCodec
+from methods.codecs.integers import ChannelCodec, IntegerCodec
 from methods.codecs.split import SplitCodec
 from tests import aot
 from tests.aot import ARCHITECTURES, COUNTS, Binary, Launches, compile_launches

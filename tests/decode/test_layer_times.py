@@ -14,7 +14,6 @@ from harness.decode.session import LiveSession
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
-from methods.extras import Calibrates
 from methods.full import Full
 from methods.infinigen import InfiniGen
 from methods.kascade import Kascade
@@ -72,7 +71,7 @@ def test_true_scores_of_a_single_layer_lie_behind_no_link():
 
 
 @dataclass(frozen=True)
-class Ranked(Calibrates, Full):
+class Ranked(Full):
     """Measures of each layer how its mean key compares with that of the layer before."""
 
     def calibrate(self, query, key, geometry, earlier):

@@ -18,17 +18,16 @@ from harness.model.prompts import PromptPass
 from harness.replay.decode_pass import DecodePass
 from harness.replay.setup import Setup
 from harness.settings.codecs import codec_named, codec_names
-from methods.codecs.base import FLOAT_DTYPES, RowCodec, code_bytes, hadamard
+from methods.codecs.base import FLOAT_DTYPES, RowCodec, hadamard
 from methods.codecs.blockgtq import BlockGtqCodec
-from methods.codecs.channel import ChannelCodec
-from methods.codecs.floats import STORED_DTYPES, FloatCodec
+from methods.codecs.floats import STORED_DTYPES, FloatCodec, Nvfp4Codec
 from methods.codecs.ggml import GGML_BITS, GgmlCodec
-from methods.codecs.integers import INTEGER_BITS, IntegerCodec
+from methods.codecs.integers import INTEGER_BITS, ChannelCodec, IntegerCodec
 from methods.codecs.kvarn import KvarnCodec
-from methods.codecs.nvfp4 import Nvfp4Codec
 from methods.codecs.split import SplitCodec
 from methods.codecs.turbo import TURBO_BITS, TurboCodec, lloyd_max
 from methods.full import Full
+from methods.packing import code_bytes
 from tests.cases import CASES, Case
 from tests.living import Crossed, attached_with_link, force, open_live, tiny, token_batch
 from tests.replaying import open_session, watched

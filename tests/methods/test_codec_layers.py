@@ -15,10 +15,8 @@ from harness.replay.decode_pass import DecodePass
 from harness.replay.setup import codec_of
 from harness.run.cli import main
 from harness.run.compose import load
-from methods.codecs.channel import ChannelCodec
-from methods.codecs.floats import FloatCodec
-from methods.codecs.integers import IntegerCodec
-from methods.codecs.nvfp4 import Nvfp4Codec
+from methods.codecs.floats import FloatCodec, Nvfp4Codec
+from methods.codecs.integers import ChannelCodec, IntegerCodec
 from methods.codecs.split import LayerCodecs, NamedLayers, SplitCodec, codec_at, without_keys
 from methods.codecs.turbo import TurboCodec
 from methods.full import Full

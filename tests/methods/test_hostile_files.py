@@ -113,7 +113,6 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
         ("when = 'never'", "Mine.when='never': allowed: kept, earlier_layer"),
         ("when = []", "Mine.when=[]: allowed: kept, earlier_layer"),
         ("state = dict", "mine.py:15: returned what cannot be used: TypeError: dict expected at most 1 argument"),
-        ("replay_only = 'no'", "Mine.replay_only: derive from ReplayOnly of methods/extras.py as well"),
         ("def with_budget(self, frac): return 5", "with_budget returned 5; allowed: the method with this budget"),
         ("title = property(lambda self: 5)", "its label is 5; must be text in one line"),
     ],
@@ -121,12 +120,6 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
 def test_what_a_method_says_of_itself_is_checked(constant, expected, texts, capsys):
     method(f"    {constant}")
     assert expected in refusal(["method=./mine.py", *texts], capsys)
-
-
-@pytest.mark.parametrize("hook", ["file = 'gates.tsv'", "calibration_settings = ('budget',)"])
-def test_a_hook_that_nothing_would_ask_for_is_refused(hook, texts, capsys):
-    method(f"    {hook}")
-    assert "derive from" in refusal(["method=./mine.py", *texts], capsys)
 
 
 LAST = "return (packed[..., 2:].view(torch.int8) * step).to(dtype)"

@@ -23,11 +23,10 @@ from harness.results.record import plain
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.run.runner import Run
-from methods import kvpress, presses
+from methods import kvpress
 from methods.base import EMPTY
 from methods.capkv import CapKV
 from methods.criticalkv import CriticalKV
-from methods.extras import RereadsPrompt
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.streaming import Streaming
 from methods.tova import TOVA
@@ -36,7 +35,7 @@ from tests.conftest import tiny
 from tests.living import PROMPTS, replay, token_batch
 
 needs_kvpress = pytest.mark.skipif(
-    importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {presses.INSTALL}"
+    importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {kvpress.INSTALL}"
 )
 PROMPT = (200, 180)
 KEPT = 48
@@ -66,8 +65,8 @@ def choices():
     """Every press that can be a method, one that wraps another with it."""
     if importlib.util.find_spec("kvpress") is None:
         return []
-    return [f"{name}:{INNER.get(name, 'SnapKVPress')}" if name in presses.wrapping() else name
-            for name in presses.allowed()]  # fmt: skip
+    return [f"{name}:{INNER.get(name, 'SnapKVPress')}" if name in kvpress.wrapping() else name
+            for name in kvpress.allowed()]  # fmt: skip
 
 
 def prompted(model, method, prompts=PROMPT, steps=0):
@@ -226,10 +225,10 @@ def test_runs_that_share_a_prompt_share_the_inputs_of_its_layers(monkeypatch):
 
 
 def test_a_method_cannot_reread_and_have_inputs():
-    both = type("Both", (Projected, RereadsPrompt), {})
+    both = type("Both", (Projected,), {"repetitions": lambda *_: []})
     with (
         attach(tiny("gqa")) as attached,
-        pytest.raises(UserError, match="NeedsInputs and RereadsPrompt; a method can have"),
+        pytest.raises(UserError, match="needs_inputs and repetitions; a method can have"),
     ):
         replay(attached, Case(both()), PROMPTS["even"])
 
@@ -330,25 +329,25 @@ def test_a_wrong_setting_is_one_line(choice, setting, expected, runs, capsys):
 
 def test_without_kvpress_a_line_says_how_to_install_it(runs, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    for cached in (presses.presses_installed, kvpress.press_class):
+    for cached in (kvpress.presses_installed, kvpress.press_class):
         cached.cache_clear()
     try:
         assert main(["method=kvpress:SnapKVPress"]) == 2
     finally:
-        for cached in (presses.presses_installed, kvpress.press_class):
+        for cached in (kvpress.presses_installed, kvpress.press_class):
             cached.cache_clear()
     assert capsys.readouterr().err == (
         "error: method=kvpress:SnapKVPress: needs the Python package kvpress, which is not installed: "
-        f"{presses.INSTALL}\n"
+        f"{kvpress.INSTALL}\n"
     )
 
 
 @needs_kvpress
 def test_every_press_is_a_method_or_refused_with_a_reason():
-    installed = set(presses.presses_installed())
-    assert presses.REFUSED.keys() <= installed
-    assert installed - presses.REFUSED.keys() == set(presses.allowed())
-    assert installed >= presses.SHARING | presses.MOVING | presses.USING_OUTPUT | presses.KEYS_AND_VALUES
+    installed = set(kvpress.presses_installed())
+    assert kvpress.REFUSED.keys() <= installed
+    assert installed - kvpress.REFUSED.keys() == set(kvpress.allowed())
+    assert installed >= kvpress.SHARING | kvpress.MOVING | kvpress.USING_OUTPUT | kvpress.KEYS_AND_VALUES
 
 
 @needs_kvpress

@@ -30,6 +30,7 @@ from tests.living import attached_with_link, live
 
 pytest.importorskip("triton")
 from methods import kernels
+from methods.kernels import common
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=10, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
@@ -40,7 +41,7 @@ def compiled(elements: int) -> Iterator[None]:
     """The kernels serve the tensors of these tests, in tiles of so many elements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(switch, "COMPILED", {DEVICE.type})
-        patch.setattr(switch, "ELEMENTS", elements)
+        patch.setattr(common, "ELEMENTS", elements)
         yield
 
 
@@ -178,7 +179,7 @@ def test_scores_on_coded_keys_are_those_of_decoded_ones(case, bits, columns, beh
     keys[:, :, :slots] = packed.to(DEVICE)
     expected = query @ codec.decode(packed.to(DEVICE), columns, torch.float32).mT
     with compiled(elements):
-        by_kernel = kernels.coded_scores(query, keys[:, :, :slots], codec)
+        by_kernel = kernels.coded_scores(query, keys[:, :, :slots], bits, codec.group_size)
     torch.testing.assert_close(by_kernel, expected, atol=3e-5, rtol=1e-5)
 
 
@@ -212,8 +213,9 @@ def test_sums_over_unread_tokens_are_those_of_decoded_keys(case, bits, columns, 
             read.to(DEVICE),
             rows_on_device(rows),
             keys[:, :, :slots],
-            codec,
             columns=columns,
+            bits=bits,
+            group_size=group_size,
             scale=0.3,
         )
     torch.testing.assert_close(log_mass.cpu(), whole.logsumexp(-1), atol=1e-5, rtol=1e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 from harness.run.compose import load
 from harness.run.kinds import digests_of
 from methods.base import Geometry, Lengths, PromptRows, QueryRows, TokenCounts
-from methods.extras import RereadsPrompt, to_calibrate
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, choose_columns
@@ -149,7 +148,7 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     pattern = tmp_path / "gates.tsv"
     pattern.write_text("0\t1\n1\t0\n0.3\t0.9\n0.4\t0.1\n")
     method, lengths = DuoAttention(pattern=str(pattern), dense_layers=2), lengths_of([40, 20], [50, 30])
-    assert to_calibrate(method) is None and to_calibrate(DuoAttention())
+    assert not method.needs_calibration and DuoAttention().needs_calibration
     assert method.file == str(pattern) and DuoAttention().file is None
     heads = method.new_state(SHAPE, lengths).heads.tolist()
     assert heads == [[False, False], [False, False], [True, False], [False, True]]
@@ -165,16 +164,6 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     assert "method" not in digests_of(load(["method=duo"]))
     with pytest.raises(ValueError, match=r"method\.pattern=None: must be a file: llama has no rotary positions"):
         DuoAttention().new_state(SHAPE, lengths, {"gates": torch.ones(4, 2)})
-
-
-@dataclass(frozen=True)
-class Again(RereadsPrompt, Quest):
-    """A base of `methods.extras` before the one with the settings."""
-
-
-def test_a_base_without_settings_leaves_the_defaults():
-    assert Again() == Again(**{field.name: getattr(Quest(), field.name) for field in fields(Quest)})
-    assert Again().dense_layers == 2 and InfiniGenPool().dense_layers == 2
 
 
 # Names, and sizes by hand

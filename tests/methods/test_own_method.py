@@ -140,9 +140,8 @@ def test_what_lies_beside_the_file_and_is_imported_counts_and_all_of_its_package
 
 
 def test_the_file_that_a_method_names_counts():
-    head = "from pathlib import Path\nfrom methods.extras import ReadsFile\n"
     file = "    file = str(Path(__file__).with_name('gates.tsv'))\n"
-    write(head + MINE.replace("class Mine(", "class Mine(ReadsFile, ") + file)
+    write("from pathlib import Path\n" + MINE + file)
     data = write("0.1\t0.9\n", "gates.tsv")
     first = run_id()
     assert run_id() == first

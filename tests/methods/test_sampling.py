@@ -12,7 +12,8 @@ from torch import Tensor
 from methods.base import EMPTY, Geometry, QueryRows
 from methods.infinigen2 import coded_distances, decoded_distances
 from methods.oracle import Oracle, OracleSampled
-from methods.sampling import lasting_numbers, sampled
+from methods.sampling import lasting_numbers, log_weights
+from methods.selection import largest
 
 SLOTS, COUNT, HEADS = 60, 14, 3
 
@@ -25,6 +26,13 @@ def rows_of(positions: list[int], tokens: Tensor) -> QueryRows:
 
 def in_order(slots: int) -> Tensor:
     return torch.arange(slots).view(1, 1, -1)
+
+
+def sampled(score: Tensor, numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The tokens that are drawn, and the logarithms of their weights."""
+    ranked = score / numbers
+    mask = largest(ranked, torch.tensor([[count]]))
+    return mask, log_weights(score, ranked, mask)
 
 
 def plain_sample(score: list[float], numbers: list[float], count: int) -> dict[int, float]:
@@ -45,11 +53,12 @@ def test_a_sample_is_the_plain_draw(count):
     for seed in range(20):
         score = heads_of(seed).sum(2)
         numbers = lasting_numbers(seed, 0, rows_of([SLOTS], in_order(SLOTS)), 1)
-        got = sampled(score, numbers, torch.tensor([[count]]))
+        mask, weights = sampled(score, numbers, count)
         expected = plain_sample(score.flatten().tolist(), numbers.flatten().tolist(), count)
-        assert got.mask.flatten().nonzero().flatten().tolist() == sorted(expected)
-        of_tokens = got.log_weights.flatten().tolist()
-        assert of_tokens == pytest.approx([math.log(expected.get(token, 1.0)) for token in range(SLOTS)], abs=1e-5)
+        assert mask.flatten().nonzero().flatten().tolist() == sorted(expected)
+        assert weights.flatten().tolist() == pytest.approx(
+            [math.log(expected.get(token, 1.0)) for token in range(SLOTS)], abs=1e-5
+        )
 
 
 def test_what_is_hidden_is_not_read():
@@ -57,11 +66,11 @@ def test_what_is_hidden_is_not_read():
     hidden = slice(20, 40)
     score[..., hidden] = -math.inf
     numbers = torch.full_like(score, 0.5)
-    got = sampled(score, numbers, torch.tensor([[COUNT]]))
-    assert int(got.mask.sum()) == COUNT and not bool(got.mask[..., hidden].any())
-    assert bool(got.log_weights.isfinite().all())
-    few = sampled(score, numbers, torch.tensor([[SLOTS - 20]]))
-    assert int(few.mask.sum()) == SLOTS - 20 and bool((few.log_weights == 0).all())  # nothing is left out
+    mask, weights = sampled(score, numbers, COUNT)
+    assert int(mask.sum()) == COUNT and not bool(mask[..., hidden].any())
+    assert bool(weights.isfinite().all())
+    mask, weights = sampled(score, numbers, SLOTS - 20)
+    assert int(mask.sum()) == SLOTS - 20 and bool((weights == 0).all())  # nothing is left out
 
 
 @pytest.mark.parametrize("spread", [0.5, 2.0, 4.0])
@@ -73,8 +82,8 @@ def test_sums_over_a_sample_are_right_on_average(spread):
     of_heads = probs[0, 0, :, 0].double()
     rows, found = rows_of([SLOTS], in_order(SLOTS)), []
     for seed in range(4000):
-        sample = sampled(probs.sum(2), lasting_numbers(seed, 3, rows, 1), torch.tensor([[COUNT]]))
-        times = sample.log_weights.exp() * sample.mask
+        mask, weights = sampled(probs.sum(2), lasting_numbers(seed, 3, rows, 1), COUNT)
+        times = weights.exp() * mask
         found.append((of_heads * times.flatten()) @ columns)
     sums = torch.stack(found)
     standard_error = sums.std(0) / math.sqrt(len(sums))

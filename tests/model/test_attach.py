@@ -26,7 +26,6 @@ from harness.model.tiny import tiny_model
 from harness.model.trace import Latent
 from harness.replay import decode_pass as passes
 from harness.replay.setup import Setup
-from methods.extras import to_calibrate
 from methods.full import Full
 from methods.infinigen import InfiniGen
 from methods.prompt_evicting import ExpectedAttention
@@ -308,7 +307,7 @@ def test_each_layer_has_its_own_positions(method, monkeypatch):
     monkeypatch.setattr(Attached, "_rotate", listen)
     ids, real = token_batch((60,), 6)
     with attach(tiny_family("smollm3")) as attached:
-        calibration = calibrate(attached, method, ids[0].tolist()) if to_calibrate(method) else None
+        calibration = calibrate(attached, method, ids[0].tolist()) if method.needs_calibration else None
         session = open_replay(attached, Setup(method, None, calibration), real)
         session.prefill(ids[:, :60], real[:, :60])
         session.decode(ids[:, 60:], real[:, 60:])

@@ -11,7 +11,6 @@ import torch
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.calibration import cached_calibration, calibrate
-from methods.extras import Calibrates
 from methods.full import Full
 from methods.infinigen import InfiniGen
 from tests import reference as plain
@@ -76,7 +75,7 @@ def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_pat
 
 
 @dataclass(frozen=True)
-class Measuring(Calibrates, Full):
+class Measuring(Full):
     """Measures two things, one of them by a setting."""
 
     power: float = 1.0

@@ -34,7 +34,6 @@ from harness.run.parse import OF_THE_FILE
 from harness.run.sweep import is_sweep
 from harness.settings.own_method import shipped
 from harness.settings.schema import CONF_DIR
-from methods import extras
 from methods.base import Method, State, TokenCounts
 from methods.selection import SelectingBy
 from tests.tokens import byte_tokenizer
@@ -401,11 +400,7 @@ def test_the_page_of_methods_is_made_of_their_docstrings():
 
 def test_contributing_names_every_hook():
     named = set(re.findall(r"`(\w+)`", (ROOT / "CONTRIBUTING.md").read_text()))
-    of_extras = [cls for cls in vars(extras).values() if isinstance(cls, type) and cls.__module__ == extras.__name__]
-    for owner in (Method, State, *of_extras):
-        if not issubclass(owner, (Method, State)):
-            continue
-        assert owner in (Method, State, extras.Extra) or owner.__name__ in named
+    for owner in (Method, State):
         hooks = {name for name in {*vars(owner), *owner.__annotations__} if not name.startswith("_")}
         assert hooks - named == set()
 

@@ -37,7 +37,6 @@ from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed import latency as speed
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
 from methods.codecs.integers import IntegerCodec
-from methods.extras import NeedsInputs
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -181,8 +180,8 @@ def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(ti
 
 
 def test_a_method_that_runs_the_prompt_itself_does_not_count_the_shared_pass(tiny_gqa, ids):
-    class Sees(NeedsInputs, H2O):
-        pass
+    class Sees(H2O):
+        needs_inputs = True
 
     _, samples = timed(tiny_gqa, ids, TimedRun(Sees(), SHAPE))
     assert samples["dense_s"] == [0, 0] and min(samples["begin_s"]) > 0
