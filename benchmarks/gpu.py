@@ -18,8 +18,8 @@ steps     a decode step of every system whose transfers are counted (`harness.se
 
 Each part, and each run of `steps`, has a process of its own (`benchmarks/gpu_parts/apart.py`). If one fails, hangs or
 dies, its traceback or the stacks of its threads are printed, and the others go on. `--minutes` limits the whole
-command, `--run-seconds` each process; a part that needs more time than is left is cut off. The same command goes on
-where it stopped: what is done is not repeated, and runs that failed come last.
+command, `--run-seconds` each process; a part that needs more time than is left is cut off. The same command repeats
+no run that is finished.
 
 They are ordinary runs (`experiment=latency`): OUT/runs has their records. OUT/rates.csv and OUT/tables are written
 as results come, OUT/figures at the end. Exit code: 0; 1 where a part failed or two ways were not equal; 2 for a user's
@@ -38,7 +38,6 @@ and filelock, and the wheels that the first line makes on a machine of the same 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import sys
@@ -59,7 +58,6 @@ from harness.errors import UNFINISHED, UnfinishedError, UserError, exit_code, in
 from harness.files import write_atomic
 from harness.model.load import require_kernels
 from harness.model.resources import Resources
-from harness.results.inputs import code_digest
 from harness.results.record import read_record
 from harness.run.compose import load
 from harness.run.runner import Run, fail, report, require_devices, run
@@ -119,19 +117,10 @@ class Benchmark:
         }
         for part, act in acts.items():
             if part in self.parts:
-                self.run_part(part, act)
+                self.attempt(part, partial(self.apart, act))
         if "steps" in self.parts:
             self.time_steps()
         return FAILED if FAILED in self.problems else max(self.problems, default=0)
-
-    def run_part(self, part: str, act: Callable[[], object]) -> None:
-        """Run a part, unless the same code has done it before."""
-        path, code = self.out / "parts.json", code_digest()
-        done = json.loads(path.read_text()) if path.exists() else {}
-        if done.get(part) == code:
-            print(f"{part}: finished before, skipped; delete {path} to repeat", flush=True)
-        elif self.attempt(part, partial(self.apart, act)):
-            write_atomic(path, json.dumps(done | {part: code}, indent=1) + "\n")
 
     def attempt(self, part: str, act: Callable[[], object]) -> bool:
         """Run a part, and name it if it fails or is cut off: the others are of use. True if it ended well."""
@@ -206,10 +195,10 @@ class Benchmark:
     # Decode steps
 
     def time_steps(self) -> None:
-        """Time every run as an ordinary one, and show all after each. Runs that failed before come last."""
+        """Time every run as an ordinary one, and show all after each."""
         ideal = self.runs(["ideal"])  # for the floors, also where it was timed by an earlier command
         paths: list[Path] = []
-        for todo in sorted(self.runs(self.labels), key=_has_failed):
+        for todo in self.runs(self.labels):
             shape = todo.config.latency
             if todo.is_finished():
                 paths.append(run(todo, Resources()))  # says that it is skipped
@@ -252,14 +241,10 @@ class Benchmark:
         except UnfinishedError:
             raise
         except UserError as error:
-            if not _has_failed(todo):
+            record = todo.found()
+            if record is None or record["status"] != "failed":
                 fail(todo, error)
             raise
-
-
-def _has_failed(todo: Run) -> bool:
-    record = todo.found()
-    return record is not None and record["status"] == "failed"
 
 
 def run_settings(options: argparse.Namespace) -> list[str]:

@@ -4,7 +4,7 @@
     python -m benchmarks.parity                                       says what can be compared, and where it is found
 
 No code of others is part of this project: a comparison imports the authors' function from a folder that is given, and
-is skipped where there is none. All run on a CPU. The queries and keys are those of the first `--tokens` tokens of the
+is skipped where there is none. All run on a CPU. The queries and keys are those of the first 600 tokens of the
 offline text. An agreement is the mean share of the tokens that both keep (or pages, or numbers that both give), over
 layers and heads. benchmarks/PARITY.md has the results, and those that took more than a script.
 """
@@ -12,10 +12,9 @@ layers and heads. benchmarks/PARITY.md has the results, and those that took more
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +43,8 @@ from methods.socket import Socket, plane_normals
 from methods.tova import TOVA
 from methods.triattention import TriAttention, planes
 
+TOKENS, LAYERS = 600, 8
+"""First tokens of the offline text, and layers at even distances."""
 ROWS = 32
 """Last tokens whose queries select, where a method selects for each row."""
 FREEKV = "rooikeee/FreeKV accuracy/kvc/patch/dynamic_attention.py"
@@ -291,74 +292,51 @@ def layers_of(attached: Attached, ids: Sequence[int], count: int) -> list[Layer]
 
 
 def official(file: str, sources: Sequence[Path]) -> ModuleType:
-    """The authors' module, from the first folder in which it lies at any depth.
+    """The authors' module, from the first folder in which it lies at any depth, with the modules beside it.
 
-    The packages around it run as far as they can: some ask for a GPU or old libraries, which no comparison needs.
-    Raises UserError where there is none, or where it cannot be imported.
+    The packages around it are not run: they ask for a GPU or old libraries, which no comparison needs. Raises
+    UserError where there is none, or where it cannot be imported.
     """
     found = [path for source in sources for path in source.rglob(file)]
     if not found:
         raise UserError(f"{file} is in no --source")
-    root = found[0].parents[file.count("/")]
-    parts = file.removesuffix(".py").split("/")
-    for depth in range(1, len(parts)):
-        folder = root.joinpath(*parts[:depth])
-        with suppress(Exception):
-            imported(".".join(parts[:depth]), folder / "__init__.py", [str(folder)])
+    package = ModuleType(str(found[0].parent).replace(".", "_"))
+    package.__path__ = [str(found[0].parent)]
+    sys.modules[package.__name__] = package
     try:
-        return imported(".".join(parts), found[0])
+        return importlib.import_module(f"{package.__name__}.{found[0].stem}")
     except Exception as error:
         raise UserError(f"cannot be imported: {reason(error)}") from error
 
 
-def imported(name: str, path: Path, folders: list[str] | None = None) -> ModuleType:
-    """The file as the module of that name, a package where it has `folders`."""
-    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def compare(sources: Sequence[Path], layers: Callable[[], list[Layer]]) -> Iterator[str]:
-    """Lines of the table, for the comparisons that can be made, and then of those that cannot.
-
-    layers: called once, if there is anything to compare.
-    """
-    given, skipped = {}, []
+def compare(sources: Sequence[Path], layers: Sequence[Layer]) -> Iterator[str]:
+    """Lines of the table: a comparison each, or why it cannot be made."""
+    yield "| compared | with | agreement (%) |"
+    yield "|---|---|---|"
     for name, comparison in COMPARISONS.items():
         repository, file = comparison.source.split()
         try:
-            given[name] = official(file, sources)
+            module = official(file, sources)
         except UserError as error:
-            skipped.append(f"skipped {name}, of https://github.com/{repository}: {error}")
-    if given:
-        of_model = layers()
-        yield "| compared | with | agreement (%) |"
-        yield "|---|---|---|"
-    for name, module in given.items():
-        comparison = COMPARISONS[name]
-        shares = [100 * comparison.agreement(module, layer) for layer in of_model]
+            yield f"| {name} | https://github.com/{repository} | skipped: {error} |"
+            continue
+        shares = [100 * comparison.agreement(module, layer) for layer in layers]
         shown = f"{sum(shares) / len(shares):.2f}, worst layer {min(shares):.2f}"
         yield f"| {name}: {comparison.what} | {comparison.source} | {shown} |"
-    yield from skipped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=str(__doc__).splitlines()[0])
     parser.add_argument("--source", type=Path, action="append", default=[], help="a checkout; may be given repeatedly")
-    parser.add_argument("--model", default="smollm2-135m", help="an entry of conf/model")
-    parser.add_argument("--tokens", type=int, default=600)
-    parser.add_argument("--layers", type=int, default=8)
-    options = parser.parse_args(argv)
-
-    def layers() -> list[Layer]:
-        loaded = load_model(load([f"model={options.model}"]).model)
-        ids = token_ids(offline_text(), loaded.tokenizer)[: options.tokens]
-        with attach(loaded.model) as attached:
-            return layers_of(attached, ids, options.layers)
+    parser.add_argument("settings", nargs="*", help="of the model, as on run.py's command line")
+    options = parser.parse_intermixed_args(argv)
 
     def act() -> None:
+        loaded = load_model(load(options.settings).model)
+        ids = token_ids(offline_text(), loaded.tokenizer)[:TOKENS]
+        with attach(loaded.model) as attached:
+            layers = layers_of(attached, ids, LAYERS)
         for line in compare(options.source, layers):
             print(line, flush=True)
 

@@ -8,12 +8,11 @@ from unittest.mock import patch
 
 import torch
 
-from harness.checks.two_ways import TOLERANCE, Trial, largest_difference
+from harness.checks.two_ways import TOLERANCE, Trial, largest_difference, setup_of
 from harness.decode.links import open_link
 from harness.model.attach import attach
-from harness.model.calibration import calibrate
-from harness.model.tiny import VOCAB_SIZE, tiny_model
-from harness.replay.setup import Setup, codec_of
+from harness.model.tiny import tiny_model
+from harness.replay.setup import codec_of
 from harness.run.compose import load
 from harness.speed.link_rate import LinkRate
 from methods import compiled
@@ -31,10 +30,8 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
     with attach(model.to(device)) as attached, open_link(device, bytes_per_s=emulated, tuning=rate.tuning) as link:
         for label in labels:
             config = load(["experiment=latency", f"system={label}"])
-            method, codec = config.method, codec_of(config)
-            ids = torch.arange(256) % VOCAB_SIZE
-            calibration = calibrate(attached, method, ids.tolist()) if method.needs_calibration else None
-            decode = Trial(attached, link, Setup(method, codec, calibration), PROMPTS).live
+            setup = setup_of(attached, config.method, codec_of(config))
+            decode = Trial(attached, link, setup, PROMPTS).live
             on_device = decode(placement="device").logits
             options = {"pinned": config.platform.pinned, "gpu_cache": config.gpu_cache}
             on_host = decode(placement="host", link=link, **options).logits
@@ -43,7 +40,7 @@ def equalities(device: torch.device, labels: Sequence[str], rate: LinkRate) -> I
             if device.type == "cuda":
                 with patch.object(compiled, "COMPILED", set()):
                     plain = decode(placement="device").logits
-                others.append(("kernels and torch", plain, TOLERANCE if codec is None else CODED_TOLERANCE))
+                others.append(("kernels and torch", plain, TOLERANCE if setup.codec is None else CODED_TOLERANCE))
             for ways, logits, allowed in others:
                 difference = largest_difference(logits, on_device)
                 words = f"{label:18} {ways}: logits differ by {difference:g} (at most {allowed:g})"

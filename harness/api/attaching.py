@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.api.cached_model import CachedModel
-from harness.api.interface import (
-    Model,
-    require_model,
-    require_no_tokenizer,
-    tokenizer_of,
-    with_given,
-)
+from harness.api.interface import Model, in_memory, network_of, tokenizer_of, with_given
 from harness.decode.weights import streamed_weights
 from harness.errors import UserError
 from harness.files import stated_memory
 from harness.model.attach import attach as attach_decoder
-from harness.model.generation import Settings
-from harness.model.load import from_memory
-from harness.model.resources import Resources
-from harness.replay.setup import Setup, calibrated, codec_of, tokenized, with_budget_on_text
+from harness.model.generation import Settings, require_count
+from harness.replay.setup import prepare
 from harness.settings.task_config import NEW_TOKENS
 from harness.speed.latency import compute_threads, two_memories
 from methods.base import TokenCounts
@@ -47,62 +40,53 @@ def attach(
 
     Inside the `with` block the model's own `generate` and forward pass use the method's cache, also
     where a pipeline, a streamer in another thread, or lm-eval's `HFLM` calls them.
-    `cached.generate` is the same. `cached.usage` has TTFT, TPOT and bytes. `model(prompt)` runs a
-    prompt densely, and only its last row's logits can be read. Calls with the `past_key_values`
-    that it returned decode a step for each row. A whole text is scored with `prefill_len`, by
-    replay, and refused without it: `HFLM`, which does not say where a context ends, needs
-    `prefill_len=1` and batches of one. Not taken: beams, assistants, prompts in chunks,
-    `inputs_embeds`, attentions and hidden states, gradients. The model is left as it was. It takes
-    one `attach` or run at a time, of all threads.
+    `cached.generate` is the same. `cached.usage` has TTFT, TPOT and bytes. `model(ids,
+    use_cache=True)` runs a prompt densely, and returns its last row's logits. Calls with the
+    `past_key_values` that it returned decode a step for each row. Without `use_cache=True`,
+    `model(ids)` is a whole text, which is scored with `prefill_len`, by replay, and refused without
+    it: `HFLM`, which does not say where a context ends, needs `prefill_len=1` and batches of one.
+    Not taken: beams, assistants, prompts in chunks, `inputs_embeds`, attentions and hidden states,
+    gradients. The model is left as it was. It takes one `attach` or run at a time, of all threads.
 
     Args:
         model: a loaded transformers model, or a `Model`.
         tokenizer: needed by methods that read a text; by default the one at the model's
         `name_or_path`. method, budget, settings: as of `Model.generate`. A budget is met for each
         call's lengths.
-        max_new_tokens: tokens for which the cache of `model(prompt)` has room. T, on which a
+        max_new_tokens: tokens for which the cache of such a prompt has room. T, on which a
             method's budget depends, is the prompt and these; `generate` knows its own. None: the
             model's `generation_config`, else 64.
         prefill_len: how many first tokens of a whole text, `model(input_ids)` or with `labels`, are
-            its prompt; the method decodes all others. A prompt to go on from is then
-            `model(input_ids, use_cache=True)`.
+            its prompt; the method decodes all others. Logits before that are NaN.
 
     Raises:
         UserError: the model is refused or attached already, a setting is wrong, or there is no
             tokenizer to calibrate with.
     """
-    _require_count("max_new_tokens", max_new_tokens)
-    _require_count("prefill_len", prefill_len)
+    for name, value in {"max_new_tokens": max_new_tokens, "prefill_len": prefill_len}.items():
+        if value is not None:
+            require_count(name, value)
     with ExitStack() as stack:
-        if isinstance(model, Model):
-            require_no_tokenizer(tokenizer)
-            attached = stack.enter_context(attach_decoder(model.loaded.model))
-        else:
-            require_model(model)
-            attached = stack.enter_context(attach_decoder(model))
-            model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
+        attached = stack.enter_context(attach_decoder(network_of(model)))
+        held = in_memory(model, tokenizer)
         settings = with_given({"experiment": "generate", "prompt": "-"}, settings)
-        config = model.configured(method=method, budget=budget, **settings)
-        loaded, platform = model.loaded, config.platform
-        needs_tokenizer = (
+        config = held.configured(method=method, budget=budget, **settings)
+        loaded, platform = held.loaded, config.platform
+        reads_text = (
             config.method.needs_calibration
             or config.method.rereads_prompt
             or config.budget_is_measured
         )
-        if needs_tokenizer and loaded.reader is None:
+        if reads_text and loaded.reader is None:
             loaded.tokenizer = tokenizer_of(loaded, method)
         stack.enter_context(stated_memory(platform.host_gib))
         stack.enter_context(compute_threads(attached.device))
-        chosen, budget = config.method, config.budget
-        if config.budget_is_measured:
-            # Once, on a text of which half is the prompt, instead of in each call.
-            chosen = with_budget_on_text(config, loaded, attached, [TokenCounts(1, 1, 2)])
-            budget = None
+        asked = None
+        if not config.budget_is_measured:  # else once, on a text of which half is the prompt
+            asked, config = config.budget, replace(config, budget=None)
+        setup = prepare(config, loaded, attached, lambda: [TokenCounts(1, 1, 2)])
         if max_new_tokens is None:
-            of_model = Settings(attached.model, {}).get("max_new_tokens")
-            max_new_tokens = of_model or NEW_TOKENS
-        calibration = calibrated(config, chosen, loaded, attached)
-        setup = Setup(tokenized(chosen, loaded), codec_of(config), calibration)
+            max_new_tokens = Settings(attached.model, {}).get("max_new_tokens") or NEW_TOKENS
         _, link = stack.enter_context(two_memories(config, attached))
         stack.enter_context(
             streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned)
@@ -110,27 +94,20 @@ def attach(
         cached = CachedModel(
             attached,
             setup.method,
-            budget=budget,
+            asked,
             nearest=config.budget_rule == "nearest",
             codec=setup.codec,
             calibration=setup.calibration,
-            placement=config.placement,
-            link=link,
             gpu_cache=config.gpu_cache,
-            pinned=platform.pinned,
             max_new_tokens=max_new_tokens,
             prefill_len=prefill_len,
             max_length=loaded.max_length,
             tokenizer=loaded.tokenizer,
+            placement=config.placement,
+            link=link,
+            pinned=platform.pinned,
         )
         yield stack.enter_context(cached)
-
-
-def _require_count(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name}={value!r}: allowed: a number of tokens, 1 or more, or None")
 
 
 OF_LM_EVAL = {
@@ -178,13 +155,10 @@ def lm(
         theirs = OF_LM_EVAL.get(name.partition(".")[0])
         if theirs is not None:
             raise UserError(f"{name}={value}: lm-eval decides it, by {theirs}; leave it out")
-    if isinstance(model, Model):
-        require_no_tokenizer(tokenizer)
-    else:
-        model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
+    held = in_memory(model, tokenizer)
     settings = with_given({"experiment": "tasks"}, settings)
-    config = model.configured(method=method, budget=budget, **settings)
-    loaded = model.loaded
+    config = held.configured(method=method, budget=budget, **settings)
+    loaded = held.loaded
     if loaded.tokenizer is None:
         loaded.tokenizer = tokenizer_of(loaded, method)
     return MethodLM(config, loaded)

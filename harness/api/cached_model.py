@@ -6,23 +6,17 @@
 
 Inside the `with` block the model's `forward` and `generate` are those of `CachedModel`, so that
 pipelines, streamers and lm-eval's `HFLM` run on the method's cache without knowing of it. A call of
-the model is one of three things:
-
-    a prompt       no `past_key_values`: its rows attend densely, and the logits of the last one may
-                   be read. The `past_key_values` that it returns is the method's cache
-    decode rows    after such a cache, one live step for each row. A further prompt of `generate`
-                   with `past_key_values=` is decoded so, too
-    a whole text   with `prefill_len=`: its first rows are the prompt, the method decodes all
-                   others. Replay scores them at once, with the selections that live decoding would
-                   make (`harness.replay.session`)
+the model is a prompt, decode rows behind one, or a whole text; docs/design.md has the table
+("An attached model").
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
@@ -31,34 +25,44 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harness.api.arguments import (
-    TRANSFORMERS_NEW_TOKENS,
     by_name,
     checked_ids,
-    first_given,
     real_tokens,
     require_continued,
-    require_handled,
+    require_harmless,
     require_positions,
-    require_taken,
+    require_predicted,
 )
-from harness.api.outputs import ENDED, GENERATED, MethodCache, PartialLogits, Usage, require_own
-from harness.api.texts import SCORE_WITH, SCORED, Texts, require_predicted, require_prefill_len
+from harness.api.outputs import MethodCache, Usage
 from harness.decode.links import Links
 from harness.decode.session import LiveSession
 from harness.errors import UserError
-from harness.model.attached import IS_COPIED, Attached
-from harness.model.budgets import with_budget_as_stored
+from harness.model.attached import Attached
+from harness.model.budgets import ReadStats, with_budget_as_stored
 from harness.model.calls import replaced_forward, replaced_method
-from harness.model.generation import Settings, require_count
+from harness.model.generation import Settings, require_count, short
 from harness.model.passes import require_eager
 from harness.model.prompts import positions_of
 from harness.replay.session import ReplaySession
 from harness.settings.config import Placement
 from methods.base import Calibration, Method, TokenCounts
 from methods.codecs.split import CacheCodec
+
+TRANSFORMERS_NEW_TOKENS = 20
+"""What transformers' `generate` makes where nothing says how many tokens."""
+ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
+GENERATED = (
+    "the cache of a generate that has ended; for several turns give each generate one cache, "
+    "past_key_values=cached.new_cache(max_new_tokens=N)"
+)
+SCORE_WITH = (
+    "give harness.attach prefill_len=N, the tokens of a text's prompt (1: the method decodes every "
+    "row), or use harness.lm(model, ...), which knows them of each request"
+)
 
 
 @dataclass(eq=False)
@@ -132,9 +136,6 @@ class CachedModel:
             raise AttributeError(name)
         return getattr(self.attached.model, name)
 
-    def __getstate__(self) -> Any:
-        raise UserError(IS_COPIED)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's call."""
         self._require_open()
@@ -161,22 +162,13 @@ class CachedModel:
         self._require_open()
         require_eager()
         asked = by_name(inspect.signature(self._own_generate), args, settings)
-        given_ids = first_given(asked.pop("inputs", None), asked.pop("input_ids", None))
-        require_taken(asked)
-        ids = checked_ids("input_ids", given_ids, self.attached)
-        cache = asked.pop("past_key_values", None)
-        require_own(cache, self._caches)
         chosen = Settings(self.attached.model, asked)
-        asked |= chosen.set_aside()
-        stop_strings = chosen.get("stop_strings")
-        if stop_strings is not None:
-            if asked.get("tokenizer") is None:
-                asked["tokenizer"] = self.tokenizer
-            if asked["tokenizer"] is None:
-                raise UserError(
-                    f"stop_strings={stop_strings}: a tokenizer finds them; give generate "
-                    "tokenizer=, or harness.attach the model's tokenizer"
-                )
+        aside = chosen.set_aside()
+        given, named = asked.pop("inputs", None), asked.pop("input_ids", None)
+        ids = checked_ids(named if given is None else given)
+        cache = self._own(asked.pop("past_key_values", None))
+        if chosen.get("stop_strings") is not None and asked.get("tokenizer") is None:
+            asked["tokenizer"] = self.tokenizer
         num_wanted = chosen.num_new_tokens(ids.shape[1])
         if num_wanted is None:
             num_wanted = TRANSFORMERS_NEW_TOKENS
@@ -185,10 +177,14 @@ class CachedModel:
         is_kept = cache is not None
         if cache is None:
             cache = self._new_cache(num_wanted)
-        elif cache.follows_prompt:
-            self._begin_turn(cache, ids, asked.get("attention_mask"), num_wanted)
-        asked["past_key_values"] = cache
-        asked["use_cache"] = True
+        elif cache.follows_prompt:  # a further turn
+            session = cache.require_open()
+            cache.require_begins(ids)
+            require_continued(asked.get("attention_mask"), cache.real, ids.shape[1])
+            num_rows = ids.shape[1] - cache.num_columns
+            _require_room(session, num_rows + num_wanted)
+            session.begin_turn(num_rows)
+        asked |= aside | {"past_key_values": cache, "use_cache": True}
         cache.num_wanted = num_wanted
         try:
             made = self._own_generate(ids, **asked)
@@ -210,23 +206,22 @@ class CachedModel:
             max_new_tokens = self.max_new_tokens
         return self._new_cache(require_count("max_new_tokens", max_new_tokens))
 
-    def _begin_turn(
-        self, cache: MethodCache, ids: Tensor, mask: Tensor | None, num_wanted: int
-    ) -> None:
-        """Begin a further turn on a cache. ids: the whole sequences, [batch, columns]. Raises
-        UserError for what is not a continuation, or more tokens than there is room for."""
-        session = cache.require_open()
-        cache.require_begins(ids)
-        num_rows = ids.shape[1] - cache.num_columns
-        require_continued(mask, cache.real, cache.num_columns, num_rows)
-        num_behind = session.steps + num_rows + num_wanted
-        if num_behind > session.max_new_tokens:
-            raise UserError(
-                f"past_key_values: room for {session.max_new_tokens} tokens behind its first "
-                f"prompt, and with this turn there are {num_behind}, {num_wanted} of them new; "
-                "make it by cached.new_cache(max_new_tokens=N), or lower max_new_tokens"
-            )
-        session.begin_turn(num_rows)
+    def _new_cache(self, max_new_tokens: int) -> MethodCache:
+        cache = MethodCache(self.attached, max_new_tokens)
+        self._caches.add(cache)
+        return cache
+
+    def _own(self, cache: Any) -> MethodCache | None:
+        """`past_key_values` of a call; UserError for a cache that this model has not made."""
+        if cache is None or cache in self._caches:
+            return cache
+        if isinstance(cache, MethodCache):
+            why = "the cache of another attached model; give one that this model made"
+            raise UserError(f"past_key_values: {cache.why_closed or why}")
+        raise UserError(
+            f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out "
+            "of the first call, or give cached.new_cache()"
+        )
 
     # forward
 
@@ -241,14 +236,21 @@ class CachedModel:
         require_eager()
         with self._turns:
             self._require_open()
-            try:
-                return self._forward(by_name(self._parameters, args, kwargs))
-            except ValueError as error:
-                if isinstance(error, UserError) or not str(error).startswith("method."):
-                    raise
-                raise UserError(str(error)) from error  # `methods` knows no UserError
+            return self._forward(**by_name(self._parameters, args, kwargs))
 
-    def _forward(self, given: Mapping[str, Any]) -> Any:
+    def _forward(
+        self,
+        *,
+        input_ids: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
         """`forward`, of arguments by name."""
         model: Any = self.attached.model
         if model.training:
@@ -256,56 +258,34 @@ class CachedModel:
                 "the model is in training mode: an attached model computes no gradients; call its "
                 "eval()"
             )
-        cache = given.get("past_key_values")
-        require_own(cache, self._caches)
-        in_generate = cache is not None and cache.in_generate
+        cache = self._own(past_key_values)
         follows = cache is not None and cache.follows_prompt
-        if in_generate and follows:
-            # A token that transformers has chosen: to look at it would wait for a GPU.
-            ids = given["input_ids"]
-        else:
-            require_handled(given)
-            ids = checked_ids("input_ids", given.get("input_ids"), self.attached)
-        ids = ids.to(self.attached.device)
-        mask, labels = given.get("attention_mask"), given.get("labels")
-        positions = None if in_generate else given.get("position_ids")
+        in_generate = cache is not None and cache.num_wanted > 0
+        if in_generate:
+            position_ids = None  # transformers made them: to look would wait for a GPU
+        if not (in_generate and follows):
+            require_harmless(others)
+        ids = checked_ids(input_ids).to(self.attached.device)
 
         loss = None
         if cache is not None and follows:
-            logits = self._decode(cache, ids, mask, positions)
+            logits = self._decode(cache, ids, attention_mask, position_ids)
             loss = None if labels is None else self._loss(logits, labels)
-        elif not in_generate and self._is_text(given):
-            logits, loss = self._score(ids, mask, positions, labels)
-            cache = None
-            if given.get("use_cache") is not False:
-                cache = self._new_cache(0, why_closed=SCORED)
+        elif cache is None and (use_cache is not True or labels is not None):
+            logits, loss = self._score(ids, attention_mask, position_ids, labels)
         else:
             if cache is None:
                 cache = self._new_cache(self.max_new_tokens)
-            logits = self._prefill(cache, ids, mask, positions)
+            logits = self._prefill(cache, ids, attention_mask, position_ids)
 
-        last_rows = first_given(given.get("logits_to_keep"), given.get("num_logits_to_keep"), 0)
-        if isinstance(last_rows, Tensor):
-            logits = logits[:, last_rows]
-        elif last_rows:
-            logits = logits[:, -last_rows:]
+        if isinstance(logits_to_keep, Tensor):
+            logits = logits[:, logits_to_keep]
+        elif logits_to_keep:
+            logits = logits[:, -logits_to_keep:]
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        own_setting = getattr(model.config, "return_dict", True)
-        if first_given(given.get("return_dict"), own_setting) is False:
-            return output.to_tuple()
-        return output
-
-    def _is_text(self, given: Mapping[str, Any]) -> bool:
-        """Whether a call without a cache scores a whole text, and runs no prompt to go on from."""
-        use_cache = given.get("use_cache")
-        if given.get("labels") is not None or use_cache is False:
-            return True
-        return self.prefill_len is not None and use_cache is None
-
-    def _new_cache(self, max_new_tokens: int, why_closed: str | None = None) -> MethodCache:
-        cache = MethodCache(self.attached, max_new_tokens, why_closed=why_closed)
-        self._caches.add(cache)
-        return cache
+        if return_dict is None:
+            return_dict = getattr(model.config, "return_dict", True)
+        return output if return_dict else output.to_tuple()
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The model's own loss."""
@@ -314,13 +294,11 @@ class CachedModel:
             logits=logits, labels=labels.to(logits.device), vocab_size=logits.shape[-1]
         )
 
-    # A prompt
-
     def _prefill(
         self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> Tensor:
-        """Run prompts [batch, prompt], and open their cache. Returns logits: the last row may be
-        read."""
+        """Run prompts [batch, prompt], and open their cache. Returns logits [batch, 1, vocab]: the
+        rows before the last ran densely, and are no method's."""
         real = real_tokens(ids, mask)
         if not bool(real[:, -1].all()) or bool((real.long().diff() < 0).any()):
             raise UserError(
@@ -336,37 +314,21 @@ class CachedModel:
             session.close()
             raise
         cache.open(session, ids, real)
-        num_rows = ids.shape[1]
-        logits = last.clone()[:, None]
-        if num_rows == 1 or cache.in_generate:  # generate reads the last row alone
-            return logits
-        hidden = torch.ones_like(ids, dtype=torch.bool)
-        hidden[:, -1] = False
-        why = (
-            f"logits of a prompt of {num_rows} rows: it ran densely, so only logits[:, -1] may be "
-            f"read; to score a text by the method {SCORE_WITH}"
-        )
-        return PartialLogits.of(logits.expand(-1, num_rows, -1), hidden, why)
+        return last.clone()[:, None]
 
     def _room(self, cache: MethodCache, num_prompt: int) -> int:
         """The room for tokens behind a prompt; UserError where it is too small for those wanted."""
-        room, wanted = cache.max_new_tokens, max(1, cache.num_wanted)
+        room, limit, wanted = cache.max_new_tokens, "", max(1, cache.num_wanted)
         if self.max_length is not None:
             room = min(room, self.max_length - num_prompt)
-        if room >= wanted:
-            return room
-        if cache.max_new_tokens < wanted:
+            limit = f", within the model's limit of {self.max_length}"
+        if room < wanted:
             raise UserError(
-                f"past_key_values: room for {cache.max_new_tokens} tokens behind its prompt, and "
-                f"max_new_tokens={wanted}; make it by cached.new_cache(max_new_tokens=N)"
+                f"max_new_tokens={wanted}: behind a prompt of {num_prompt} tokens this cache has "
+                f"room for {max(0, room)}; cached.new_cache(max_new_tokens=N) makes a larger "
+                f"one{limit}"
             )
-        raise UserError(
-            f"a prompt of {num_prompt} tokens and max_new_tokens="
-            f"{cache.num_wanted or cache.max_new_tokens}: together at most {self.max_length}, the "
-            "model's limit"
-        )
-
-    # Decode rows
+        return room
 
     def _decode(
         self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
@@ -380,92 +342,116 @@ class CachedModel:
                 f"input_ids: {batch} sequences, and past_key_values of {num_sequences}; they must "
                 "agree"
             )
-        steps = session.steps + num_rows
-        if steps > session.max_new_tokens:
-            raise UserError(
-                f"max_new_tokens={session.max_new_tokens}: the cache of this prompt has room for "
-                f"so many tokens, and this is number {steps}; give harness.attach a larger "
-                "max_new_tokens"
-            )
+        _require_room(session, num_rows)
         # Inside generate transformers makes masks and positions; to look would wait for a GPU.
-        if not cache.in_generate:
-            require_continued(mask, cache.real, cache.num_columns, num_rows)
+        if not cache.num_wanted:
+            require_continued(mask, cache.real, cache.num_columns + num_rows)
             rows = torch.arange(num_rows, device=ids.device)
-            expected = session.batch.positions[:, None] + rows
-            require_positions(positions, expected, torch.ones_like(ids, dtype=torch.bool))
+            require_positions(positions, session.batch.positions[:, None] + rows)
         logits: list[Tensor] = []
         for column in ids.unbind(1):
-            if cache.in_generate:  # it reads the last row alone
+            if cache.num_wanted:  # generate reads the last row alone
                 logits.clear()
             logits.append(session.decode_step(column))
         cache.advance(ids)
         return torch.stack(logits, 1).clone()  # no longer a tensor of inference mode
 
-    # A whole text
-
     def _score(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Score texts by replay. Returns logits [batch, rows, vocab], and the loss of `labels`.
+        """Score texts by replay, one after another. Returns logits [batch, rows, vocab], NaN in the
+        rows before the prompt's last, which ran densely, and the loss of `labels`.
 
         T is the tokens of a text. Without labels the token that its last row predicts is one of
         them, though it is not given: lm-eval's `HFLM` leaves it out.
         """
         began = time.perf_counter()
-        prompt = require_prefill_len(self.prefill_len, ids, mask, reads_all=self.method.reads_all)
-        texts = Texts(ids, real_tokens(ids, mask))
-        texts.require_lengths(prompt, self.max_length)
-        if positions is not None:
-            require_positions(positions, positions_of(texts.real), texts.real)
-        final_lengths = texts.lengths
-        if labels is None:  # the last row predicts one more token
-            final_lengths = texts.lengths + 1
-        session = ReplaySession(
-            self.attached,
-            self._method_at([(prompt, final) for final in final_lengths.tolist()]),
-            final_lengths=final_lengths,
-            num_columns=texts.longest,
-            codec=self.codec,
-            calibration=self.calibration,
-            gpu_cache=self.gpu_cache,
-        )
-        dense = session.prefill(texts.tokens[:, :prompt], texts.within[:, :prompt])
-        decoded = session.decode(texts.tokens[:, prompt:], texts.within[:, prompt:])
-        session.reads.check_fired()
-        found = self.attached.logits(torch.cat([dense[:, -1:], decoded], 1))
+        prompt = self._prompt_of_text(ids, mask)
+        real = real_tokens(ids, mask)
+        require_positions(positions, positions_of(real), real)
+        lengths: list[int] = real.sum(-1).tolist()
+        shortest, longest, num_rows = min(lengths), max(lengths), ids.shape[1]
+        if self.max_length is not None and longest > self.max_length:
+            raise UserError(
+                f"input_ids: a text of {longest} tokens, and the model takes {self.max_length}"
+            )
+        if shortest <= prompt:
+            raise UserError(
+                f"prefill_len={prompt}: a text of {shortest} tokens leaves no row that the method "
+                "decodes; give longer texts, or past_key_values where these tokens continue a "
+                "prompt"
+            )
+        more = 1 if labels is None else 0
+        method = self._method_at([(prompt, length + more) for length in lengths])
+        reads, scored, decoded = ReadStats(), [], torch.zeros_like(real)
+        for row, length in enumerate(lengths):
+            first = int(real[row].long().argmax())
+            end = first + length
+            if not bool(real[row, first:end].all()):
+                raise UserError(
+                    "attention_mask: a text's tokens follow one another; allowed: padding at its "
+                    "ends"
+                )
+            text = ids[row : row + 1, first:end]
+            within = torch.ones_like(text, dtype=torch.bool)
+            final = torch.tensor([length + more], device=ids.device)
+            session = ReplaySession(
+                self.attached,
+                method,
+                final_lengths=final,
+                num_columns=length,
+                codec=self.codec,
+                calibration=self.calibration,
+                gpu_cache=self.gpu_cache,
+            )
+            dense = session.prefill(text[:, :prompt], within[:, :prompt])
+            hidden = session.decode(text[:, prompt:], within[:, prompt:])
+            session.reads.check_fired()
+            reads += session.reads
+            # The prompt's last row predicts the first token that the method decodes.
+            begin = first + prompt - 1
+            found = self.attached.logits(torch.cat([dense[:, -1:], hidden], 1))[0]
+            scored.append(pad(found, (0, 0, begin, num_rows - end), value=math.nan))
+            decoded[row, begin:end] = True
+        logits = torch.stack(scored)
         self.usage = Usage(
-            steps=int(texts.lengths.sum()) - prompt * len(ids),
+            steps=sum(lengths) - prompt * len(ids),
             score_s=time.perf_counter() - began,
-            budget=session.reads.budget,
-            tokens_evicted=session.reads.tokens_evicted,
+            budget=reads.budget,
+            tokens_evicted=reads.tokens_evicted,
         )
-        logits = texts.in_place(found, prompt)
-
-        # The prompt's rows are hidden, but for its last, which predicts the first decode row.
-        in_prompt = texts.real.long().cumsum(-1) < prompt
-        hidden = texts.real & in_prompt
         loss = None
         if labels is not None:
-            require_predicted(labels.to(ids.device), texts.real, texts.real & ~in_prompt, prompt)
+            require_predicted(labels.to(ids.device), real, decoded, prompt)
             loss = self._loss(logits, labels)
-        if not bool(hidden.any()):
-            return logits.clone(), loss
-        logits = logits.masked_fill(hidden[:, :, None], float("nan")).clone()
-        why = (
-            f"logits of a prompt's rows: with prefill_len={prompt} the first {prompt} tokens of a "
-            f"text ran densely, so only logits[:, {prompt - 1}:] may be read; with prefill_len=1 "
-            "all rows may"
-        )
-        return PartialLogits.of(logits, hidden, why), loss
+        return logits, loss
+
+    def _prompt_of_text(self, ids: Tensor, mask: Tensor | None) -> int:
+        """The tokens of a text's prompt; UserError where they, or the text's own, are not known."""
+        batch, num_rows = ids.shape
+        if self.prefill_len is None:
+            raise UserError(
+                f"a text of {num_rows} rows without a cache: which of them are its prompt is not "
+                f"known; to score it by the method {SCORE_WITH}; a prompt to go on from takes "
+                "use_cache=True and no labels"
+            )
+        if mask is None and batch > 1 and not self.method.reads_all:
+            raise UserError(
+                f"a batch of {batch} texts without attention_mask: padding on the right looks like "
+                "tokens, and T, on which the method's budget depends, would count it; give "
+                "attention_mask, or one text a call (lm-eval's HFLM: batch_size=1)"
+            )
+        return self.prefill_len
 
     # The method at the lengths of a call
 
     def open_session(self, real: Tensor, max_new_tokens: int) -> LiveSession:
         """The session of a batch; real: bool [batch, prompt], False for padding."""
         prompts = real.sum(-1).tolist()
+        method = self._method_at([(prompt, prompt + max_new_tokens) for prompt in prompts])
         return LiveSession(
             self.attached,
-            self._method_at([(prompt, prompt + max_new_tokens) for prompt in prompts]),
+            method,
             max_new_tokens=max_new_tokens,
             codec=self.codec,
             placement=self.placement,
@@ -494,3 +480,14 @@ class CachedModel:
                 nearest=self.nearest,
             )
         return self._with_budget[key]
+
+
+def _require_room(session: LiveSession, num_rows: int) -> None:
+    """Raise UserError where a cache has no room for so many further rows."""
+    num_behind = session.steps + num_rows
+    if num_behind > session.max_new_tokens:
+        raise UserError(
+            f"max_new_tokens={session.max_new_tokens}: the cache of this prompt has room for so "
+            f"many tokens behind it, and with these there are {num_behind}; make it by "
+            "cached.new_cache(max_new_tokens=N), or give harness.attach a larger max_new_tokens"
+        )

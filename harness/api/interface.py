@@ -17,18 +17,19 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from harness.data.text import prompt_ids
-from harness.errors import UserError, nearest, printable
+from harness.errors import UserError
 from harness.files import stated_memory
-from harness.model.attach import digest_of
+from harness.model.attach import digest_of, unchanged
 from harness.model.load import LoadedModel, from_memory
 from harness.model.resources import Resources
 from harness.results.columns import are_parts
@@ -41,7 +42,6 @@ from harness.run.runner import Run, report, require_devices, users_faults
 from harness.run.runner import run as start
 from harness.scoring.progress import bar, quietly
 from harness.settings.config import ModelConfig, RunConfig
-from harness.settings.schema import options
 from harness.speed.ask import ask_all
 from harness.speed.generate import Generated, new_tokens_of, run_generate
 
@@ -70,49 +70,71 @@ def load(
         wrong.
     """
     if not isinstance(model, str | Path):
-        require_model(model)
-        return Model(Resources(loaded=from_memory(model, tokenizer)), settings)
+        return in_memory(model, tokenizer, settings)
     require_no_tokenizer(tokenizer)
-    _refuse_given(settings, SOURCES, f"the model is {model!s} here")
-    resources = Resources()
-    chosen = Model(resources, _source(str(model)) | settings)
+    name, value = source_of_model(str(model)) or ("model", str(model))
+    chosen = Model(Resources(), with_given({name: value}, settings))
     config = chosen.configured()
     require_devices([config])
     with stated_memory(config.platform.host_gib):
-        loaded = resources.model(config.model)
+        loaded = chosen.resources.model(config.model)
         loaded.as_loaded = digest_of(loaded.model)
     return chosen
 
 
-def _source(model: str) -> dict[str, str]:
-    """The setting that chooses a model by a plain string."""
-    source = source_of_model(model)
-    if source is not None:
-        return dict([source])
-    near = nearest(model, options("model"))
-    raise UserError(
-        f"model={printable(model)}: no folder, no id of the hub (organisation/name); {near}"
-    )
+def in_memory(
+    model: PreTrainedModel | Model,
+    tokenizer: PreTrainedTokenizerBase | None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Model:
+    """A model that the caller has loaded. Raises UserError for anything else."""
+    if isinstance(model, Model):
+        require_no_tokenizer(tokenizer)
+        return model
+    return Model(Resources(loaded=from_memory(network_of(model), tokenizer)), settings)
 
 
-SOURCES = ("model", "model.path", "model.hub_id")
-"""Settings that choose a model, which `load` takes by place."""
+def network_of(model: PreTrainedModel | Model) -> PreTrainedModel:
+    """The transformers model that a caller has loaded. Raises UserError for anything else."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, Model):
+        return model.loaded.model
+    if not isinstance(model, PreTrainedModel):
+        given = repr(model) if isinstance(model, str) else type(model).__name__
+        allowed = "a loaded transformers model, or what harness.load returns"
+        raise UserError(f"model={given}: no model; allowed: {allowed}")
+    return model
+
+
+def require_no_tokenizer(tokenizer: object) -> None:
+    """Raise UserError for a tokenizer that is given beside a model which has its own."""
+    if tokenizer is not None:
+        raise UserError(f"tokenizer={tokenizer}: the model has its own; leave it out")
+
+
+def tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model's files. Raises UserError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(loaded.model.name_or_path)
+    except (OSError, ValueError) as error:
+        why = "reads text; give the model's tokenizer, tokenizer="
+        raise UserError(f"method={method}: {why}") from error
+
+
 OF_A_COMMAND = ("sweep", "status")
 """Settings of a command line that no single run has."""
 OF_A_CALL = ("method", "budget", "experiment", "prompt", "tasks")
 """Settings that each measurement is given anew."""
 
 
-def _refuse_given(settings: Mapping[str, Any], names: Iterable[str], why: str) -> None:
-    """Raise UserError if one of these names is among the settings."""
-    for name in names:
-        if name in settings:
-            raise UserError(f"{name}={settings[name]!r}: {why}; leave it out")
-
-
-def _of_model(settings: Mapping[str, Any]) -> list[str]:
-    """The names among the settings that are of the model."""
-    return [name for name in settings if name.partition(".")[0] == "model"]
+def _refuse(settings: Mapping[str, Any], groups: Collection[str], why: str) -> None:
+    """Raise UserError for a setting of these names or groups."""
+    for name, value in settings.items():
+        if name.partition(".")[0] in groups:
+            raise UserError(f"{name}={value!r}: {why}; leave it out")
 
 
 def with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,41 +147,20 @@ def with_given(sets: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return {**own, **given}
 
 
-def _names(setting: str, names: object) -> list[str]:
-    """The names in a list of methods or tasks; UserError for anything else, and for none."""
-    if not isinstance(names, Sequence) or isinstance(names, str | bytes):
-        example = f"{setting}=['{_EXAMPLES[setting]}']"
-        raise UserError(f"{setting}={names!r}: must be a list of names, such as {example}")
-    for name in names:
-        if not isinstance(name, str | Path):
-            raise UserError(f"{setting}={list(names)!r}: {name!r} is no name of one")
-    if not names:
-        raise UserError(f"{setting}=[]: must name at least one")
-    return [str(name) for name in names]
-
-
-def _texts(questions: object) -> list[str]:
-    """The texts of a list of questions; UserError for anything else, and for none."""
-    if not isinstance(questions, Sequence) or isinstance(questions, str | bytes):
-        raise UserError(f"questions={questions!r}: must be a list of texts")
-    for question in questions:
-        if not isinstance(question, str):
-            raise UserError(f"questions: {question!r} is no text")
-    if not questions:
-        raise UserError("questions=[]: must hold at least one")
-    return list(questions)
-
-
-_EXAMPLES = {"methods": "full", "tasks": "kv_recall"}
+def _listed(setting: str, values: object, example: str) -> list[Any]:
+    """A list that is not empty; UserError for anything else, as for the text of one value."""
+    if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+        raise UserError(f"{setting}={values!r}: must be a list, such as {setting}=[{example!r}]")
+    return list(values)
 
 
 class Model:
     """A loaded model. `harness.load` makes it."""
 
     def __init__(self, resources: Resources, settings: Mapping[str, Any]) -> None:
-        _refuse_given(settings, OF_A_CALL, "each measurement is given it")
+        _refuse(settings, OF_A_CALL, "each measurement is given it")
         if resources.loaded is not None:
-            _refuse_given(settings, _of_model(settings), "the model is the one in memory")
+            _refuse(settings, ("model",), "the model is the one in memory")
         self.resources = resources
         self.settings = dict(settings)
 
@@ -170,15 +171,9 @@ class Model:
 
     def configured(self, *, budget: float | str | None = None, **settings: Any) -> RunConfig:
         """The checked settings of a run. A model in memory decides model and platform."""
-        if isinstance(budget, bool) or not isinstance(budget, float | int | str | None):
-            raise UserError(
-                f"budget={budget!r}: must be a share of the full cache such as 0.16 or 16%, or "
-                "nearest:0.16"
-            )
-        why = "the model is loaded; harness.load takes it"
-        _refuse_given(settings, _of_model(settings), why)
+        _refuse(settings, ("model",), "the model is loaded; harness.load takes it")
         given = self.settings | settings | {"budget": budget}
-        _refuse_given(given, OF_A_COMMAND, "is for the command line alone")
+        _refuse(given, OF_A_COMMAND, "is for the command line alone")
         given = {name: value for name, value in given.items() if value is not None}
         loaded = self.resources.loaded
         if loaded is not None:
@@ -256,7 +251,7 @@ class Model:
         """
         if not isinstance(context, str) or not context:
             raise UserError(f"context={context!r}: must be text, and not empty")
-        questions = _texts(questions)
+        questions = _listed("questions", questions, "Who?")
         config = self.configured(
             method=method,
             budget=budget,
@@ -310,10 +305,14 @@ class Model:
             num_samples=50, num_fewshot=5, temperature=0.6, repeats=4.
         Returns a frame with a line for each method; see `frame`.
         """
-        run = {"experiment": "tasks", "tasks": _names("tasks", tasks)}
+        run = {"experiment": "tasks", "tasks": _listed("tasks", tasks, "kv_recall")}
         return self._measured(methods, budget, run, settings, quiet)
 
-    def _measured(
+    def _measured(self, *asked: Any) -> pd.DataFrame:
+        with unchanged(self.loaded.model):
+            return self._rows(*asked)
+
+    def _rows(
         self,
         methods: Sequence[str],
         budget: float | str | None,
@@ -325,13 +324,13 @@ class Model:
             if not quiet:
                 print(line, file=sys.stderr, flush=True)
 
-        records = []
-        refusals: list[UserError] = []
         runs = []
-        for method in _names("methods", methods):
-            settings_of_run = with_given({"method": method, **run}, settings)
+        for method in _listed("methods", methods, "full"):
+            settings_of_run = with_given({"method": str(method), **run}, settings)
             config = self.configured(budget=budget, **settings_of_run)
             runs.append(Run.of(config, self.resources))
+        records = []
+        refusals: list[UserError] = []
         self.resources.shares_prompts = sum(not todo.is_finished() for todo in runs) > 1
         try:
             for number, todo in enumerate(runs, 1):
@@ -341,15 +340,14 @@ class Model:
                 try:
                     with quietly(quiet):
                         path = start(todo, self.resources, say=say)
-                except UserError as refusal:  # a prompt that is too short for it, which others take
-                    log.warning("%s: no row, %s", todo.title, refusal)
-                    refusals.append(refusal)
+                except UserError as error:  # a prompt that is too short for it, which others take
+                    log.warning("%s: no row, %s", todo.title, error)
+                    refusals.append(error)
                     continue
                 report([path])
-                record = read_record(path)
+                records.append(read_record(path))
                 if is_new:
-                    say(f"{todo.title}: took {record['seconds']:.0f} s; {path}")
-                records.append(record)
+                    say(f"{todo.title}: took {records[-1]['seconds']:.0f} s; {path}")
         finally:
             self.resources.end_sharing()
         if not records:
@@ -389,29 +387,3 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
                     line[f"{name}_{column}"] = row[column]
         lines.append(line)
     return pd.DataFrame(lines)
-
-
-def require_no_tokenizer(tokenizer: object) -> None:
-    """Raise UserError for a tokenizer that is given beside a model which has its own."""
-    if tokenizer is not None:
-        given = type(tokenizer).__name__ if not isinstance(tokenizer, str) else tokenizer
-        raise UserError(f"tokenizer={given}: the model has its own; leave it out")
-
-
-def require_model(model: object) -> None:
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        given = "None" if model is None else f"a {type(model).__name__}"
-        allowed = "a loaded transformers model, or what harness.load returns"
-        raise UserError(f"model={given}: no model; allowed: {allowed}")
-
-
-def tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(loaded.model.name_or_path)
-    except (OSError, ValueError) as error:
-        why = "reads text; give the model's tokenizer, tokenizer="
-        raise UserError(f"method={method}: {why}") from error

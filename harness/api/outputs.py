@@ -1,20 +1,17 @@
-"""What an attached model's calls return: its cache, guarded logits, and what they took."""
+"""What an attached model's calls return: its cache, and what they took."""
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attached import Attached
-from harness.model.generation import short
 from harness.model.model_cache import ModelCache
 from harness.results.step_stats import StepStats, stats_of
 
@@ -55,26 +52,14 @@ class MethodCache(ModelCache):
     [batch, prompt], False for the padding of the first prompt.
     """
 
-    def __init__(
-        self,
-        attached: Attached,
-        max_new_tokens: int,
-        *,
-        why_closed: str | None = None,
-    ) -> None:
+    def __init__(self, attached: Attached, max_new_tokens: int) -> None:
         super().__init__(attached.decoder.stack.config)
         self.max_new_tokens = max_new_tokens
+        self.why_closed: str | None = None
         self.num_wanted = 0
         self.session: LiveSession | None = None
-        self.why_closed = why_closed
-        self._finalizer: finalize[Any, Any] | None = None
-        self._ids: list[Tensor] = []
         self.real: Tensor = torch.empty(0, 0, dtype=torch.bool)
-
-    @property
-    def in_generate(self) -> bool:
-        """Whether transformers' `generate` runs on it."""
-        return self.num_wanted > 0
+        self._ids: list[Tensor] = []
 
     @property
     def follows_prompt(self) -> bool:
@@ -88,8 +73,8 @@ class MethodCache(ModelCache):
         self.real = real
         # transformers looks here for the states of recurrent layers.
         self.layers = session.model_cache.layers
-        self._finalizer = finalize(self, session.close)
-        self._finalizer.atexit = False
+        self._free = finalize(self, session.close)
+        self._free.atexit = False
         self.advance(ids)
 
     def advance(self, ids: Tensor) -> None:
@@ -119,9 +104,9 @@ class MethodCache(ModelCache):
     def close(self, why: str) -> None:
         """Free the session. Idempotent."""
         self.why_closed = self.why_closed or why
-        self.session = None
-        if self._finalizer is not None:
-            self._finalizer()
+        if self.session is not None:
+            self.session = None
+            self._free()
 
     @property
     def usage(self) -> Usage:
@@ -152,77 +137,4 @@ class MethodCache(ModelCache):
 
     update = update_conv_state = update_recurrent_state = get_mask_sizes = _refuse
     crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
-    fork = fork_layer = join_layer = _refuse
     __reduce_ex__ = __iter__ = __getitem__ = _refuse
-
-
-class PartialLogits(Tensor):
-    """Logits [batch, rows, vocab] with rows that may not be read: a prompt's, which ran densely.
-
-    hidden: bool [batch, rows], the rows that may not be read; why: what a reader of them is told.
-    Indexing that leaves them out gives a plain tensor. Everything else that could read them raises
-    UserError, so that no program scores the dense model unawares.
-    """
-
-    hidden: Tensor
-    why: str
-
-    @classmethod
-    def of(cls, logits: Tensor, hidden: Tensor, why: str) -> PartialLogits:
-        """The same logits, guarded."""
-        guarded = logits.as_subclass(cls)
-        guarded.hidden = hidden
-        guarded.why = why
-        return guarded
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # inside, these are plain tensors
-            if func in OF_SHAPE:
-                return func(*args, **(kwargs or {}))
-            guarded = next(part for part in tree_leaves((args, kwargs)) if isinstance(part, cls))
-            is_indexed = func is Tensor.__getitem__ and guarded is args[0]
-            if is_indexed and not guarded._reads_hidden(args[1]):
-                return guarded.as_subclass(Tensor)[args[1]]
-            raise UserError(guarded.why)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PartialLogits({tuple(self.shape)}: {self.why})"
-
-    def _reads_hidden(self, index: Any) -> bool:
-        """Whether an index reaches a hidden row. Its part for the vocabulary does not matter."""
-        parts = list(index) if isinstance(index, tuple) else [index]
-        if parts[0] is Ellipsis:
-            num_whole = max(0, 3 - len(parts[1:]))
-            parts = [slice(None)] * num_whole + parts[1:]
-        try:
-            return bool(self.hidden[tuple(parts[:2])].any())
-        except (IndexError, RuntimeError):  # an index over all three axes
-            return True
-
-
-ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad")
-OF_SHAPE = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
-OF_SHAPE |= {getattr(Tensor, name).__get__ for name in ATTRIBUTES}
-"""What may be asked of guarded logits as a whole."""
-
-
-def require_own(cache: object, made: Container[object]) -> None:
-    """Raise UserError for `past_key_values` that is none of those that the attached model made."""
-    if cache is None:
-        return
-    if not isinstance(cache, MethodCache):
-        raise UserError(
-            f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out "
-            "of the first call, or give cached.new_cache()"
-        )
-    if cache not in made:
-        raise UserError(f"past_key_values: {cache.why_closed or OF_ANOTHER}")
-
-
-OF_ANOTHER = "the cache of another attached model; give one that this model made"
-ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
-GENERATED = (
-    "the cache of a generate that has ended; for several turns give each generate one cache, "
-    "past_key_values=cached.new_cache(max_new_tokens=N)"
-)

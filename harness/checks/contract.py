@@ -21,7 +21,6 @@ from torch import Tensor
 from harness.checks.two_ways import (
     GPU_CACHE,
     LINK_BYTES_PER_S,
-    NUM_CALIBRATION_TOKENS,
     ROWS_PER_BLOCK,
     STEPS,
     TOLERANCE,
@@ -32,16 +31,15 @@ from harness.checks.two_ways import (
     open_live,
     open_replay,
     result_of,
-    token_batch,
+    setup_of,
 )
 from harness.decode.links import open_link
 from harness.errors import UserError, line_in, reason
 from harness.model.attach import attach
 from harness.model.budgets import code_widths, codec_of_cache, expected_budget
-from harness.model.calibration import calibrate
 from harness.model.policies import new_states, policies_of
 from harness.model.tiny import tiny_ids, tiny_model
-from harness.replay.setup import CheckedCodec, Setup, codec_of
+from harness.replay.setup import CheckedCodec, codec_of
 from harness.settings.config import RunConfig
 from methods.base import Lengths, Method, TokenCounts
 from methods.codecs.base import FLOAT_DTYPES, RowCodec
@@ -383,11 +381,7 @@ def _trials(
     for family, (model_type, shape) in MODELS.items():
         model: Any = tiny_model(model_type, **shape)
         with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:
-            measured = None
-            if method.needs_calibration:  # with random weights, random tokens are as good as a text
-                tokens, _ = token_batch((NUM_CALIBRATION_TOKENS,), steps=0, seed=1)
-                measured = calibrate(attached, method, tokens[0].tolist())
-            setup = Setup(method, codec, measured)
+            setup = setup_of(attached, method, codec)
             for padding, prompts in PROMPTS.items():
                 yield f"{family} {padding}", Trial(attached, link, setup, prompts)
 

@@ -25,12 +25,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from harness.checks.contract import BUDGET_TOLERANCE
-from harness.checks.two_ways import Trial, token_batch
+from harness.checks.two_ways import Trial, setup_of, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
 from harness.model.attach import attach
 from harness.model.attached import Attached
-from harness.model.calibration import calibrate
 from harness.model.self_check import early_difference
 from harness.model.shape import read_yaml
 from harness.model.tiny import with_no_constants
@@ -170,11 +169,8 @@ def methods_agree(model: Any) -> str:
         for name, (method, codec) in METHODS.items():
             if method.when == "previous_layer" and attached.decoder.no_prediction:
                 continue
-            calibration = None
-            if method.needs_calibration:
-                tokens, _ = token_batch((15 if short else 64,), steps=0)
-                calibration = calibrate(attached, method, tokens[0].tolist())
-            setup = Setup(replace(method, dense_layers=dense_layers), codec, calibration)
+            method = replace(method, dense_layers=dense_layers)
+            setup = setup_of(attached, method, codec, 15 if short else 64)
             for only in _batches(attached, prompts):
                 trial = Trial(attached, None, setup, prompts, steps=STEPS, only=only)
                 expected, got = trial.replayed, trial.live()
@@ -200,15 +196,7 @@ def _require_same(what: str, got: Tensor, expected: Tensor) -> None:
         raise AssertionError(f"{what}: logits are off by {off:.1e} of the largest")
 
 
-KINDS = (
-    "latent",
-    "full",
-    "sliding window",
-    "chunked",
-    "recurrent",
-    "sinks",
-    "softcap",
-)
+KINDS = ("latent", "full", "sliding window", "chunked", "recurrent", "sinks", "softcap")
 """Kinds of layers, in the order in which a verdict names them."""
 
 

@@ -17,11 +17,13 @@ from harness.decode.links import Link
 from harness.decode.session import LiveSession
 from harness.model.attached import Attached
 from harness.model.budgets import resident_share
+from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
 from harness.model.tiny import VOCAB_SIZE
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
-from methods.base import QueryRows, Selection
+from methods.base import Method, QueryRows, Selection
+from methods.codecs.split import CacheCodec
 from methods.evicting import EvictingState
 
 STEPS = 10
@@ -70,6 +72,20 @@ def token_batch(
         columns = slice(longest - prompts[only], None)
         ids, real = ids[only : only + 1, columns], real[only : only + 1, columns]
     return ids.to(device), real.to(device)
+
+
+def setup_of(
+    attached: Attached,
+    method: Method,
+    codec: CacheCodec | None,
+    num_tokens: int = NUM_CALIBRATION_TOKENS,
+) -> Setup:
+    """A method on a tiny model. With random weights, random tokens calibrate as well as a text."""
+    measured = None
+    if method.needs_calibration:
+        tokens, _ = token_batch((num_tokens,), steps=0, seed=1)
+        measured = calibrate(attached, method, tokens[0].tolist())
+    return Setup(method, codec, measured)
 
 
 def open_replay(

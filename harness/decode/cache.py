@@ -29,7 +29,7 @@ from harness.decode.links import Ticket
 from harness.decode.share import DeviceShare
 from harness.decode.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
 from harness.model.dense_prompts import LayerPrompt
-from harness.model.policies import Policy, SelectErrors, check_selection, take_prompt
+from harness.model.policies import Policy, check_selection, take_prompt
 from methods.base import (
     EMPTY,
     Method,
@@ -300,9 +300,8 @@ class LayerCache:
             own_slots=self.batch.slots[..., own : own + 1],
             true_scores=true_scores or _no_scores,
         )
-        with SelectErrors(state):
-            selection = state.select(number, rows)
-            check_selection(selection, state, rows)
+        selection = state.select(number, rows)
+        check_selection(selection, state, rows)
         return selection
 
     # Fetch

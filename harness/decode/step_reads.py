@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.model.budgets import code_widths, share_beside, share_of_cache
+from harness.model.budgets import code_widths, share_of_cache
 from methods.base import Geometry
 from methods.codecs.split import CacheCodec
 
@@ -75,7 +75,7 @@ class StepReads:
             stored_bytes = stored_bytes + slot_bytes * of_format
         self.rows += len(cached)
         share = share_of_cache(cached, stored, self.dense_layers, num_layers)
-        index_share = share_beside(cached, index_read, num_layers)
+        index_share = share_of_cache(cached, index_read, 0, num_layers)
         exact = self.dense_layers * cached + index_read + num_layers
         for window in geometry.windows:
             exact = exact + window.weight * (window.num_cached(cached) + 1)

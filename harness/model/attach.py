@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from harness.errors import UserError
 from harness.model.attached import Attached, attached_unchecked
@@ -47,13 +47,26 @@ def digest_of(model: Any) -> str:
         return attached.decoder.digest
 
 
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Inside the `with` block nobody changes the model, so that its digest is taken once. Raises
+    UserError as `attach`."""
+    digest_of(model)
+    _unchanged.add(model)
+    try:
+        yield
+    finally:
+        _unchanged.discard(model)
+
+
+_unchanged: WeakSet[Any] = WeakSet()
 _decoders: WeakKeyDictionary[Any, Decoder] = WeakKeyDictionary()
 
 
 def checked_decoder(model: Any) -> Decoder:
     """The decoder of a model with the weights that it has now, read and checked once for them."""
     known = _decoders.get(model)
-    if known is not None and known.digest == model_digest(model):
+    if known is not None and (model in _unchanged or known.digest == model_digest(model)):
         return known
     decoder = Decoder(model)
     check_decoder(model, decoder)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from harness.model.calls import attention_function, reraise_out_of_memory, stop
+from harness.model.calls import attention_function, reraise_out_of_memory, stop, tolerance
 from harness.model.decoder import Decoder
 from harness.model.model_cache import ModelCache
 from harness.model.trace import Layer
@@ -161,9 +161,8 @@ def _causal_attention(
     for begin in range(0, num_rows, ROWS):
         end = min(begin + ROWS, num_rows)
         first_seen = int(window.first_visible(torch.tensor(begin)))
-        rows = torch.arange(begin, end, device=query.device)[:, None]
         tokens = torch.arange(first_seen, end, device=query.device)
-        visible = (tokens >= window.first_visible(rows)) & (tokens <= rows)
+        visible = seen_by_last(tokens, end - begin, window)
         output = dense_attention(
             query[:, :, begin:end],
             key[:, :, first_seen:end],
@@ -173,6 +172,14 @@ def _causal_attention(
         )
         outputs.append(output)
     return torch.cat(outputs, 1)
+
+
+def seen_by_last(tokens: Tensor, num_rows: int, window: Window | None) -> Tensor:
+    """Which of the tokens at these positions, int [slots], the last of them see in a causal pass:
+    bool [num_rows, slots]."""
+    rows = tokens[-num_rows:, None]
+    visible = tokens <= rows
+    return visible if window is None else visible & (tokens >= window.first_visible(rows))
 
 
 def weighted_values(scores: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
@@ -205,11 +212,6 @@ def heads_last(output: Tensor) -> Tensor:
 
 
 # Rotary positions
-
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Largest difference of a key over the largest key."""
-COARSE = 0.03
-"""`TOLERANCE` in half precision."""
 
 
 class Rotary(NamedTuple):
@@ -301,7 +303,7 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
     except RuntimeError as error:  # its code takes no other rows than those of its own pass
         reraise_out_of_memory(error)
         return None
-    close = TOLERANCE.get(bare.dtype, COARSE) * float(bare.abs().max())
+    close = tolerance(bare.dtype) * float(bare.abs().max())
     if torch.allclose(bare, placed, atol=close):
         return Rotary(layer)
     if layer.positions is None:

@@ -1,29 +1,10 @@
 """What a method reads and keeps, once for replay, live decoding and the cost model; and how a
 method is set to a budget.
 
-Shares of the full cache of the layers that see every token, dense layers included: what a method
-governs. Means over decode rows. A floating-point element counts 16 bits, an element under a codec
-its bits, an integer of a method's own its width:
-budget         share of the full cache that a row reads, its current token not. Under offloading
-this
-               crosses the link
-device_frac    read in device memory: budget, and on top an index that is read to select (partial
-               keys, page bounds) or resident rows
-resident_frac  resident on the device: held by the method's state and the codec, of the full cache
-at T
-
-A local layer (sliding window, chunk) holds and reads min(t, window - 1) of t cached tokens, on the
-device, whatever the method. It counts in none of these. It has a share of its own:
-window_frac    bytes that local layers hold / bytes of the whole cache, all layers included
-A method that evicts also says how many tokens, so that a budget that never bites is seen:
-tokens_evicted  cached tokens that a KV head no longer holds at a decode row
-
-Recurrent layers hold no tokens; their states are reported in bytes. Where all layers are local,
-sequences stay within the windows, so that every layer sees every token.
-
-`budget_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key)
-pairs read over all causal pairs, prompt rows dense, mean over the layers under the method; times
-bits / 16.
+The shares are defined in docs/design.md, "Budgets". A floating-point element counts 16 bits, an
+element under a codec its bits, an integer of a method's own its width. A local layer (sliding
+window, chunk) holds and reads min(t, window - 1) of t cached tokens on the device, whatever the
+method: it counts in `window_frac` alone.
 
 Methods are compared at equal budget, not at equal settings: `with_budget_as_stored` finds the
 setting that gives a budget.
@@ -108,12 +89,6 @@ def share_of_cache(cached: Tensor, stored: Tensor, dense_layers: int, num_layers
     return (dense_layers * cached.double() + stored) / (num_layers * cached.double())
 
 
-def share_beside(cached: Tensor, read: Tensor, num_layers: int) -> Tensor:
-    """Elements read of something else than the cache / elements of the full cache, per row. read:
-    in tokens."""
-    return read.double() / (num_layers * cached.double())
-
-
 def resident_share(
     states: Sequence[State],
     codec: CacheCodec | None,
@@ -187,34 +162,14 @@ def _bytes(tensor: Tensor) -> int:
 
 SHARES = ("budget", "budget_artifact", "device_frac", "resident_frac")
 """Properties of `ReadStats` beside every score of accuracy."""
-OF_GPU_CACHE = ("link_frac", "hit_frac")
-"""Further ones, with a GPU cache; None elsewhere."""
-OF_EVICTING = ("tokens_evicted",)
-"""A further one, of a method that evicts; None elsewhere."""
+OF_SOME_METHODS = ("tokens_evicted", "link_frac", "hit_frac")
+"""Further ones, of a method that evicts, and with a GPU cache; None elsewhere."""
 OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
 """Further ones, where the model has such layers; 0 elsewhere."""
 
 
-@dataclass(frozen=True)
-class SessionConstants:
-    """What does not change while a session runs.
-
-    code_bits: of one stored element, without the groups' scales. recurrent_bytes: of a sequence's
-    states in recurrent layers. latent_bytes: of a token in all layers that store latents. Both are
-    0 where the model has none.
-    """
-
-    code_bits: float = 16
-    recurrent_bytes: float = 0.0
-    latent_bytes: float = 0.0
-
-    def merged(self, other: SessionConstants) -> SessionConstants:
-        """Of two sessions of one model and codec, one of which may have run nothing."""
-        return SessionConstants(
-            min(self.code_bits, other.code_bits),
-            max(self.recurrent_bytes, other.recurrent_bytes),
-            max(self.latent_bytes, other.latent_bytes),
-        )
+CONSTANTS = ("code_bits", "recurrent_bytes", "latent_bytes")
+"""Fields of `ReadStats` that are no sums."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +185,10 @@ class ReadStats:
     layers and KV heads; None of any other. link_sum, hit_sum: with a GPU cache, sums of the share
     of the cache that crosses the link and of the selected rows that are there when a layer selects;
     None elsewhere. rows_loaded: rows of a KV head that crossed the link there, by layer, as methods
-    count. constants: of the session, no sums.
+    count.
+    Of the session, no sums: code_bits: of a stored element, without the groups' scales; 0 where
+    nothing ran. recurrent_bytes: of a sequence's states in recurrent layers. latent_bytes: of a
+    token in all layers that store latents. Both are 0 where the model has none.
     """
 
     rows: float = 0.0
@@ -246,14 +204,16 @@ class ReadStats:
     link_sum: float | None = None
     hit_sum: float | None = None
     rows_loaded: Counter[int] = field(default_factory=Counter)
-    constants: SessionConstants = SessionConstants()
+    code_bits: float = 0.0
+    recurrent_bytes: float = 0.0
+    latent_bytes: float = 0.0
 
     def __add__(self, other: ReadStats) -> ReadStats:
         sums: dict[str, Any] = {}
         for attribute in fields(self):
             ours, theirs = getattr(self, attribute.name), getattr(other, attribute.name)
-            if attribute.name == "constants":
-                sums[attribute.name] = ours.merged(theirs)
+            if attribute.name in CONSTANTS:
+                sums[attribute.name] = max(ours, theirs)
             elif ours is None or theirs is None:  # one of them has not measured it
                 sums[attribute.name] = theirs if ours is None else ours
             else:
@@ -263,23 +223,9 @@ class ReadStats:
     @property
     def shares(self) -> dict[str, float]:
         """`SHARES`, and of the others those that this run has."""
-        shares = {}
-        for name in (*SHARES, *OF_EVICTING, *OF_GPU_CACHE, *OF_SOME_MODELS):
-            share = getattr(self, name)
-            is_absent = share is None or (name in OF_SOME_MODELS and share == 0)
-            if not is_absent:
-                shares[name] = share
-        return shares
-
-    @property
-    def recurrent_bytes(self) -> float:
-        """Bytes of a sequence's recurrent states."""
-        return self.constants.recurrent_bytes
-
-    @property
-    def latent_bytes(self) -> float:
-        """Bytes of a token's latents in all layers."""
-        return self.constants.latent_bytes
+        found = {name: getattr(self, name) for name in (*SHARES, *OF_SOME_METHODS)}
+        found |= {name: getattr(self, name) or None for name in OF_SOME_MODELS}
+        return {name: share for name, share in found.items() if share is not None}
 
     def _mean(self, total: float) -> float:
         return total / self.rows if self.rows else 0.0
@@ -302,21 +248,19 @@ class ReadStats:
 
     @property
     def tokens_evicted(self) -> float | None:
-        """Cached tokens that a KV head no longer holds at a decode row, mean over rows, heads and
-        the layers under the method. 0: the budget never bites, and the full cache is read. None of
-        a method that does not evict."""
+        """Cached tokens that a KV head no longer holds at a decode row; 0: the budget never
+        bites."""
         return None if self.evicted_sum is None else self._mean(self.evicted_sum)
 
     @property
     def link_frac(self) -> float | None:
-        """Share of the full cache that crosses the link, with what is fetched in vain; None where
-        there is no GPU cache: there it is what is read behind the link."""
+        """Share of the full cache that crosses the link, with what is fetched in vain. Without a
+        GPU cache it is what is read behind the link."""
         return None if self.link_sum is None else self._mean(self.link_sum)
 
     @property
     def hit_frac(self) -> float | None:
-        """Share of the selected rows that were on the device when their layer selected them; None
-        as `link_frac`."""
+        """Share of the selected rows that were on the device when their layer selected them."""
         return None if self.hit_sum is None else self._mean(self.hit_sum)
 
     @property
@@ -328,7 +272,7 @@ class ReadStats:
     def budget_artifact(self) -> float:
         """The artifact's relative KV cache size."""
         density = min(1.0, self.pairs_read / self.pairs)
-        return (1 - math.sqrt(1 - density)) * self.constants.code_bits / 16
+        return (1 - math.sqrt(1 - density)) * (self.code_bits or 16) / 16
 
     @property
     def attention_recall(self) -> float | None:

@@ -55,6 +55,11 @@ def first_tensor(output: Any) -> Tensor | None:
     return output if isinstance(output, Tensor) else None
 
 
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest difference of what one product makes in two ways, over the largest element."""
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 0.03
+
+
 def options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of a call that are strings or whole numbers."""
     return tuple(value for value in (*args, *kwargs.values()) if isinstance(value, str | int))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from shutil import disk_usage
 from tempfile import TemporaryFile, gettempdir
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,21 +34,16 @@ class LayerPrompt(NamedTuple):
     inputs: LayerInputs | None = None
 
     def tensors(self) -> list[Tensor]:
-        """All of its tensors, those of the inputs last."""
-        found = [self.query, self.key, self.value]
-        if self.inputs is not None:
-            found.append(self.inputs.hidden)
-            found += self.inputs.position_embeddings or ()
-        return found
+        """All of its tensors but the position embeddings, which layers share."""
+        own = [self.query, self.key, self.value]
+        return own if self.inputs is None else [*own, self.inputs.hidden]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> LayerPrompt:
         """This layer with others in the place of its `tensors`, in the same order."""
-        query, key, value, *others = tensors
-        inputs = None
-        if self.inputs is not None:
-            hidden, *embeddings = others
-            pair = (embeddings[0], embeddings[1]) if embeddings else None
-            inputs = self.inputs._replace(hidden=hidden, position_embeddings=pair)
+        query, key, value, *hidden = tensors
+        inputs = self.inputs
+        if inputs is not None:
+            inputs = inputs._replace(hidden=hidden[0])
         return LayerPrompt(query, key, value, inputs)
 
 
@@ -72,10 +67,10 @@ class PrefilledPrompt:
     model_cache: ModelCache
     score: dict[str, dict[int, Tensor]] | None = None
 
-    def hand_to(self, keep: Keep, *, with_inputs: bool = False) -> None:
-        """Give every layer to `keep`. with_inputs: with its inputs, where they are there."""
+    def hand_to(self, keep: Keep) -> None:
+        """Give every layer to `keep`."""
         for layer, prompt in enumerate(self.layers):
-            keep(layer, prompt if with_inputs else prompt._replace(inputs=None))
+            keep(layer, prompt)
 
 
 RunPrompt = Callable[[Keep], tuple[Tensor, ModelCache]]
@@ -83,8 +78,9 @@ RunPrompt = Callable[[Keep], tuple[Tensor, ModelCache]]
 [batch, prompt, hidden_size] and recurrent layers' states."""
 
 
-_Key = tuple[tuple[int, ...], bytes, bytes]
-"""A batch of prompts: its shape, its tokens, and which of them are real."""
+_Key = tuple[tuple[int, ...], bytes, bytes, bool]
+"""A batch of prompts: its shape, its tokens, which of them are real, and whether the inputs of the
+layers are kept."""
 
 
 class DensePrompts:
@@ -120,27 +116,19 @@ class DensePrompts:
         all their columns; None where there is no room for them.
 
         num_bytes: about what their tensors take. run: runs them, where they are not kept.
-        needs_inputs: `run` gives the layers' inputs. A pass that was kept without them runs once
-        more and takes the place of the first.
+        needs_inputs: `run` gives the layers' inputs. These passes are kept beside those without.
         """
-        key = tuple(ids.shape), ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
-        before = self._kept.get(key)
-        if before is not None:
-            before.last_run = self.run
-            if before.has_inputs or not needs_inputs:
-                return before.prompt, before.hidden
-            self._drop(key)  # now, so that both do not take room at once
-        if not self._has_room(num_bytes):
-            self._drop_unused()
-        if not self._has_room(num_bytes):
-            if before is not None:
-                self._keep(key, before)
-            return None
-        kept = _run_into_file(ids, real, run, has_inputs=needs_inputs)
+        tokens, are_real = ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
+        key = tuple(ids.shape), tokens, are_real, needs_inputs
+        if key not in self._kept:
+            if not self._has_room(num_bytes):
+                self._drop_unused()
+            if not self._has_room(num_bytes):
+                return None
+            self._kept[key] = _run_into_file(ids, real, run)
+            self.free -= self._kept[key].num_bytes
+        kept = self._kept[key]
         kept.last_run = self.run
-        if before is not None:
-            kept.prompt.score = before.prompt.score
-        self._keep(key, kept)
         return kept.prompt, kept.hidden
 
     def same_batches(self, most_tokens: int) -> int:
@@ -153,18 +141,12 @@ class DensePrompts:
     def _has_room(self, num_bytes: int) -> bool:
         return num_bytes <= min(self.free, disk_usage(gettempdir()).free // 2)
 
-    def _keep(self, key: _Key, kept: _KeptPrompt) -> None:
-        self._kept[key] = kept
-        self.free -= kept.num_bytes
-
-    def _drop(self, key: _Key) -> None:
-        self.free += self._kept.pop(key).num_bytes
-
     def _drop_unused(self) -> None:
         """Forget the prompts that neither this run nor the one before has asked for."""
         for key, kept in list(self._kept.items()):
             if kept.last_run < self.run - 1:
-                self._drop(key)
+                del self._kept[key]
+                self.free += kept.num_bytes
 
 
 @dataclass
@@ -174,87 +156,47 @@ class _KeptPrompt:
     prompt: PrefilledPrompt
     hidden: Tensor
     num_bytes: int
-    has_inputs: bool
     last_run: int = 0
 
 
-def _run_into_file(ids: Tensor, real: Tensor, run: RunPrompt, *, has_inputs: bool) -> _KeptPrompt:
-    """A prompt that runs now, its tensors in a file without a name."""
-    written: list[tuple[LayerPrompt, list[_Place]]] = []
-    with TemporaryFile() as nameless:
-        file = _TensorFile(nameless)
-
-        def keep(_: int, prompt: LayerPrompt) -> None:
-            places = file.write_layer(prompt)
-            emptied = prompt.with_tensors([torch.empty(0)] * len(places))
-            written.append((emptied, places))
-
-        hidden, model_cache = run(keep)
-        place_of_hidden = file.write(hidden)
-        mapped = file.mapped()
-    layers = []
-    for emptied, places in written:
-        layers.append(emptied.with_tensors([place.tensor(mapped) for place in places]))
-    hidden = place_of_hidden.tensor(mapped)
-    prompt = PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache, score={})
-    return _KeptPrompt(prompt, hidden, file.num_bytes, has_inputs)
-
-
-class _TensorFile:
-    """Tensors that are written one after another into `file`, and mapped together at the end.
+def _run_into_file(ids: Tensor, real: Tensor, run: RunPrompt) -> _KeptPrompt:
+    """A prompt that runs now, its tensors one after another in a file without a name.
 
     A tensor keeps the order of its elements in memory, since a product may sum in another order
-    where its factors lie otherwise. num_bytes: written so far.
+    where its factors lie otherwise. Position embeddings stay in memory.
     """
+    layers: list[LayerPrompt] = []
+    written: list[Tensor] = []  # on no device: their dtypes, shapes and strides
+    with TemporaryFile() as file:
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.num_bytes = 0
-        self._embeddings: dict[int, tuple[Tensor, _Place]] = {}
+        def write(tensor: Tensor) -> Tensor:
+            dense = torch.empty_like(tensor).copy_(tensor)
+            flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+            file.write(flat.numpy().data)
+            file.write(bytes(_padded(dense) - dense.nbytes))
+            written.append(torch.empty_like(dense, device="meta"))
+            return written[-1]
 
-    def write(self, tensor: Tensor) -> _Place:
-        """Append a tensor."""
-        stride = torch.empty_like(tensor).stride()
-        dense = tensor if tensor.stride() == stride else tensor.clone()
-        in_memory = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
-        padding = -self.num_bytes % ALIGNMENT
-        place = _Place(self.num_bytes + padding, tensor.dtype, tensor.shape, dense.stride())
-        self.file.write(bytes(padding))
-        self.file.write(in_memory.view(torch.uint8).numpy().data)
-        self.num_bytes = place.start + tensor.nbytes
-        return place
+        def keep(_: int, prompt: LayerPrompt) -> None:
+            layers.append(prompt.with_tensors([write(tensor) for tensor in prompt.tensors()]))
 
-    def write_layer(self, prompt: LayerPrompt) -> list[_Place]:
-        """Append the `tensors` of a layer. Position embeddings that layers share are written
-        once."""
-        shared = () if prompt.inputs is None else prompt.inputs.position_embeddings or ()
-        places = []
-        for tensor in prompt.tensors():
-            if not any(tensor is embedding for embedding in shared):
-                places.append(self.write(tensor))
-                continue
-            if id(tensor) not in self._embeddings:
-                self._embeddings[id(tensor)] = tensor, self.write(tensor)
-            places.append(self._embeddings[id(tensor)][1])
-        return places
-
-    def mapped(self) -> Tensor:
-        """All bytes that were written."""
-        self.file.flush()
-        private = mmap.mmap(self.file.fileno(), self.num_bytes, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(private, dtype=torch.uint8)
+        hidden, model_cache = run(keep)
+        write(hidden)
+        file.flush()
+        sizes = [_padded(like) for like in written]
+        mapped = mmap.mmap(file.fileno(), sum(sizes), access=mmap.ACCESS_COPY)
+    found = []
+    parts = torch.frombuffer(mapped, dtype=torch.uint8).split(sizes)
+    for like, part in zip(written, parts, strict=True):
+        flat = part[: like.nbytes].view(like.dtype)
+        found.append(flat.as_strided(like.shape, like.stride()))
+    hidden, each = found.pop(), len(found) // len(layers)
+    for at, prompt in enumerate(layers):
+        layers[at] = prompt.with_tensors(found[at * each : (at + 1) * each])
+    whole = PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache, score={})
+    return _KeptPrompt(whole, hidden, sum(sizes))
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies in a file. start: its first byte, a multiple of `ALIGNMENT`."""
-
-    start: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def tensor(self, mapped: Tensor) -> Tensor:
-        """The tensor in the bytes of the mapped file."""
-        num_bytes = self.shape.numel() * self.dtype.itemsize
-        flat = mapped[self.start : self.start + num_bytes].view(self.dtype)
-        return flat.as_strided(self.shape, self.stride)
+def _padded(tensor: Tensor) -> int:
+    """Bytes of a tensor in the file, up to the start of the next one."""
+    return tensor.nbytes + -tensor.nbytes % ALIGNMENT

@@ -36,9 +36,16 @@ DECIDES_TOKENS: Mapping[str, tuple[Any, ...]] = {
     "guidance_scale": (1,),
     "token_healing": (False,),
     "is_assistant": (False,),
+    "inputs_embeds": (),
+    "assistant_model": (),
+    "assistant_tokenizer": (),
+    "custom_generate": (),
+    "negative_prompt_ids": (),
+    "negative_prompt_attention_mask": (),
+    "synced_gpus": (False,),
 }
-"""Settings of a `GenerationConfig` that choose tokens in a way that is not offered, and the values
-besides None that are."""
+"""Settings of a `GenerationConfig`, and arguments of `generate`, that choose tokens in a way that
+is not offered, and the values besides None that are."""
 DECIDES_CACHE: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (True,),
     "cache_implementation": (),

@@ -285,15 +285,8 @@ def _with_rope(described: PreTrainedConfig, metadata: Metadata) -> dict[str, Any
         if len(factors) != rotary_dim // 2:
             why = f"factors, but {rotary_dim // 2} frequencies"
             raise metadata.refusal(name, len(factors), why)
-    return rope | _scaled(rope, metadata)
-
-
-def _scaled(rope: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """`rope` with the file's scaling in the layers without a window."""
-    scaling = _scaling(metadata)
-    if "full_attention" in rope:
-        return {"full_attention": rope["full_attention"] | scaling}
-    return scaling
+    whole |= _scaling(metadata)
+    return rope
 
 
 def _scaling(metadata: Metadata) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     devices, dtype = _placement(config)
     if config.weights == "random":
         return _of_random_weights(config, devices, dtype)
-    directory = _found(config)
+    directory = source.folder(config)
     logging.disable_progress_bar()
     try:
         model = _pretrained(config, directory, devices, dtype)
@@ -87,7 +87,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         logging.enable_progress_bar()
     tokenizer = _tokenizer(directory, config, _num_embeddings(model))
     model = model.eval().requires_grad_(False)
-    return LoadedModel(model, tokenizer, config.name, _max_length(model))
+    return LoadedModel(model, tokenizer, config.name, max_length_of(model.config))
 
 
 def _of_random_weights(
@@ -100,29 +100,25 @@ def _of_random_weights(
     has_start = isinstance(start, int) and 0 <= start < described.vocab_size
     random_ids = RandomIds(described.vocab_size, start if has_start else None)
     model = _random(config, described, devices, dtype).eval().requires_grad_(False)
-    return LoadedModel(model, tokenizer, config.name, _max_length(model), random_ids=random_ids)
+    return LoadedModel(
+        model, tokenizer, config.name, max_length_of(model.config), random_ids=random_ids
+    )
 
 
 def from_memory(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    name: str | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> LoadedModel:
     """A model that the caller has loaded, as of `load_model`. It is put into evaluation mode.
 
-    name: for tables and records; by default the last part of `model.name_or_path`, else its family.
-    Raises UserError for a tokenizer with more tokens than the model has embeddings.
+    Its name is the last part of `model.name_or_path`, else its family. Raises UserError for a
+    tokenizer with more tokens than the model has embeddings.
     """
-    name = name or Path(model.name_or_path or model.config.model_type).name
+    name = Path(model.name_or_path or model.config.model_type).name
     if tokenizer is not None:
         if not hasattr(tokenizer, "vocab_size"):
             raise UserError(f"tokenizer={tokenizer!r}: must be a tokenizer of transformers")
         _require_embeddings(f"model {name}: its tokenizer", tokenizer, _num_embeddings(model))
-    return LoadedModel(model.eval(), tokenizer, name, _max_length(model))
-
-
-def _max_length(model: PreTrainedModel) -> int:
-    return max_length_of(model.config)
+    return LoadedModel(model.eval(), tokenizer, name, max_length_of(model.config))
 
 
 def max_length_of(described: PreTrainedConfig) -> int:
@@ -153,8 +149,7 @@ def shape_mapping(config: ModelConfig) -> dict[str, Any]:
 def _mapping(config: ModelConfig) -> dict[str, Any]:
     if config.shape and not config.path:
         return dict(config.shape)
-    found = source.located(config, weights=False)
-    return source.read_config(source.converted(found) if found.suffix == ".gguf" else found)
+    return source.read_config(source.folder(config, weights=False))
 
 
 def _of_decoder(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,12 +261,6 @@ def _attention(described: PreTrainedConfig) -> str:
     return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]._supports_sdpa else "eager"
 
 
-def _found(config: ModelConfig) -> Path:
-    """The folder with a model's config, safetensors and perhaps a tokenizer."""
-    found = source.located(config)
-    return source.converted(found) if found.suffix == ".gguf" else found
-
-
 def _pretrained(
     config: ModelConfig, directory: Path, devices: Sequence[torch.device], dtype: torch.dtype
 ) -> PreTrainedModel:
@@ -377,7 +366,7 @@ def tokenizer_of_random(
     elif config.hub_id:
         directory = next(source.cached_snapshots(config.hub_id), None)
     elif config.name == source.PACKAGED_NAME and importlib.util.find_spec(source.PACKAGE):
-        directory = _found(config)
+        directory = source.folder(config)
     if directory is None:
         return None
     return _tokenizer(directory, config, (described or model_config(config)).vocab_size)

@@ -10,15 +10,11 @@ from harness.model.calls import (
     first_tensor,
     refusal,
     reraise_out_of_memory,
+    tolerance,
 )
 from harness.model.decoder import Decoder
 from harness.model.model_cache import ModelCache
 from harness.model.trace import Layer
-
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Largest difference of an output projection's output over the largest output."""
-COARSE = 0.03
-"""`TOLERANCE` in half precision."""
 
 
 def output_factor(decoder: Decoder, layer: Layer) -> Tensor:
@@ -74,17 +70,16 @@ def output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
     by_row = torch.stack(units) - nothing  # [size, rows, hidden_size]
     matrix = by_row[:, 0]
     if not layer.is_output_plain:
-        tolerance = TOLERANCE.get(like.dtype, COARSE)
-        require_plain(decoder, any_row.float() @ matrix, of_any - nothing, tolerance)
+        _require_plain(decoder, any_row.float() @ matrix, of_any - nothing, tolerance(like.dtype))
         layer.is_output_plain = True
     matrix = matrix.view(heads, value_dim, -1)
     return matrix if layer.latent is None else layer.latent.to_value.float() @ matrix
 
 
-def require_plain(decoder: Decoder, expected: Tensor, got: Tensor, tolerance: float) -> None:
+def _require_plain(decoder: Decoder, expected: Tensor, got: Tensor, largest: float) -> None:
     """Raises UserError where an output `got` [rows, hidden_size] of a layer is not `expected`
     [1, hidden_size], what its projection alone gives. Waits for the device."""
-    close = tolerance * float(expected.abs().max())
+    close = largest * float(expected.abs().max())
     if not torch.allclose(got, expected.expand_as(got), atol=close):
         raise refusal(
             decoder.family,

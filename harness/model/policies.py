@@ -4,21 +4,18 @@ A layer that sees every token is under the method, or dense and reads the full c
 local layer reads its window, whatever the method. Recurrent layers have no cache, and so no policy:
 their states are the model's own.
 
-Also here: the checks around `State.select`, which may be a user's own code.
+Also here: the checks of what a state returns and keeps, which may be a user's own code.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
-from harness.errors import UserError, line_in, line_of, message, reason
+from harness.errors import UserError, line_of
 from harness.model.attached import Attached
 from harness.model.dense_prompts import LayerPrompt
 from methods.attention import Softmax
@@ -30,9 +27,11 @@ from methods.base import (
     PromptRows,
     QueryRows,
     Selection,
+    ShapeError,
     State,
     When,
     Window,
+    checked,
     require,
 )
 from methods.codecs.split import CacheCodec, LayerCodecs
@@ -166,55 +165,38 @@ def _shares_selections(method: Method, num_layers: int) -> bool:
     return any(method.when_of(layer) == "earlier_layer" for layer in layers)
 
 
-# State.select may be a user's own code: its errors name a line of the user's file, and the types,
-# dtypes and shapes of its results are checked. No number is read, so no GPU waits.
+def check_selection(selection: Selection, state: State, rows: QueryRows) -> None:
+    """Raise ShapeError for a selection of other shapes than `methods.base.Selection` says, or whose
+    mask is not bool: torch would make wrong numbers of it. No number is read, so no GPU waits."""
+    geometry, slots = state.geometry, rows.slot_positions.shape[-1]
+    batch, num_rows = rows.positions.shape
+    kv_heads, value_dim = geometry.num_kv_heads, geometry.value_dim or geometry.head_dim
+    any_heads, any_group = (1, kv_heads), (1, geometry.group)
 
-HARMLESS = (UserError, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, BrokenPipeError)
-"""Errors that are not changed."""
+    def require(name: str, part: Tensor | None, axes: str, *sizes: int | tuple[int, ...]) -> None:
+        checked(state.select, part, f"{name}: {axes}", *sizes)
 
-
-class SelectErrors:
-    """Around `State.select`: an error of a user's own method becomes a UserError that names the
-    line of its file. Other errors pass."""
-
-    __slots__ = ("state",)
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None or isinstance(error, HARMLESS):
-            return
-        classes = own_classes(self.state)
-        if not classes or "DefaultCPUAllocator" in message(error):  # out of memory on a CPU
-            return
-        files = {str(sys.modules[cls.__module__].__file__) for cls in classes}
-        where = line_in(error, files) or next(iter(files))
-        raise UserError(
-            f"method {type(self.state.method).__name__}: {where}: select raised {reason(error)}"
-        ) from error
-
-
-def own_classes(state: State) -> list[type]:
-    """The classes of a state and its method that are a user's own."""
-    classes = (type(state), type(state.method))
-    return [cls for cls in classes if cls.__module__.partition(".")[0] != "methods"]
-
-
-def check_selection(selection: Any, state: State, rows: QueryRows) -> None:
-    """Check the result of `State.select`. Raises UserError for a user's own method and TypeError
-    for any other."""
-    fault = _fault(selection, state, rows)
-    if fault is None:
-        return
-    where = f"method {type(state.method).__name__}: {line_of(type(state), 'select')}"
-    error = UserError if own_classes(state) else TypeError
-    raise error(f"{where}: select returned {fault}")
+    require("num_read", selection.num_read, "batch, rows", batch, num_rows)
+    if selection.mask is not None:
+        axes = "batch, KV heads, rows, slots"
+        require("mask", selection.mask, axes, batch, any_heads, num_rows, slots)
+        if selection.mask.dtype != torch.bool:
+            words = f"select returned a mask of {selection.mask.dtype}; must be bool"
+            raise ShapeError(words, line_of(type(state), "select"))
+    if selection.side is not None:
+        require("side", selection.side, "batch, rows", batch, num_rows)
+    if selection.bias is not None:
+        axes = "batch, KV heads, group, rows, slots"
+        require("bias", selection.bias, axes, batch, any_heads, any_group, num_rows, slots)
+    rest = selection.rest
+    if rest is not None:
+        # Live decoding asks for a log-mass of these methods alone.
+        has_mass = rest.log_mass is not None and state.method.weighs_rest
+        share = rest.log_mass if has_mass else rest.share
+        axes = "batch, KV heads, group, rows"
+        require("rest", share, axes, batch, kv_heads, geometry.group, num_rows)
+        axes = f"{axes}, value_dim"
+        require("rest.value", rest.value, axes, batch, kv_heads, any_group, num_rows, value_dim)
 
 
 def take_prompt(state: State, layer: int, prompt: LayerPrompt, rows: PromptRows) -> None:
@@ -240,61 +222,3 @@ def _tensors_of(state: State) -> dict[Any, Tensor]:
     """The tensors in a state's attributes, and in dicts and lists there, by the keys on the way."""
     leaves, _ = tree_flatten_with_path(vars(state))
     return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-
-
-FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-COUNTS = (torch.float64, torch.float32, torch.int64, torch.int32)
-Sizes = Sequence[tuple[int, ...]]
-"""The allowed sizes of each axis."""
-
-
-def _fault(selection: Any, state: State, rows: QueryRows) -> str | None:
-    """The wrong part of a selection and what is allowed, by `methods.base.Selection`; None for a
-    good one."""
-    if not isinstance(selection, Selection):
-        return f"{type(selection).__name__}; allowed: a Selection (methods/base.py)"
-    rest = selection.rest
-    if rest is not None and rest.log_mass is not None and not state.method.weighs_rest:
-        return "rest.log_mass; allowed: for a method with weighs_rest = True"
-    batch, num_rows = rows.positions.shape
-    slots = rows.slot_positions.shape[-1]
-    geometry = state.geometry
-    kv_heads, group = geometry.num_kv_heads, geometry.group
-    of_rows = [(batch,), (num_rows,)]
-    of_slots = [(batch,), (1, kv_heads), (num_rows,), (slots,)]
-    of_group_slots = [(batch,), (1, kv_heads), (1, group), (num_rows,), (slots,)]
-    fault = _fault_of("num_read", selection.num_read, COUNTS, of_rows)
-    if fault is None and selection.mask is not None:
-        fault = _fault_of("mask", selection.mask, (torch.bool,), of_slots)
-    if fault is None and selection.side is not None:
-        fault = _fault_of("side", selection.side, COUNTS, of_rows)
-    if fault is None and selection.bias is not None:
-        fault = _fault_of("bias", selection.bias, FLOATS, of_group_slots)
-    if fault is not None or rest is None:
-        return fault
-    value_dim = geometry.value_dim or geometry.head_dim
-    of_heads = [(batch,), (kv_heads,), (group,), (num_rows,)]
-    of_value = [(batch,), (kv_heads,), (1, group), (num_rows,), (value_dim,)]
-    if rest.log_mass is None:
-        fault = _fault_of("rest.share", rest.share, FLOATS, of_heads)
-    else:
-        fault = _fault_of("rest.log_mass", rest.log_mass, FLOATS, of_heads)
-    return fault or _fault_of("rest.value", rest.value, FLOATS, of_value)
-
-
-def _fault_of(name: str, part: Any, dtypes: Sequence[torch.dtype], sizes: Sizes) -> str | None:
-    """What is wrong with one tensor of a selection, and what is allowed; None for a good one."""
-    if not isinstance(part, Tensor):
-        found = type(part).__name__
-    elif part.dtype in dtypes and _fits(part.shape, sizes):
-        return None
-    else:
-        found = f"{part.dtype} {[*part.shape]}"
-    shape = ", ".join(" or ".join(map(str, dict.fromkeys(allowed))) for allowed in sizes)
-    return f"{name} {found}; allowed: {' or '.join(map(str, dtypes))} [{shape}]"
-
-
-def _fits(shape: Sequence[int], sizes: Sizes) -> bool:
-    if len(shape) != len(sizes):
-        return False
-    return all(size in allowed for size, allowed in zip(shape, sizes, strict=True))

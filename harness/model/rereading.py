@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.model.attached import Attached
-from harness.model.attention import dense_attention
+from harness.model.attention import dense_attention, seen_by_last
 from harness.model.calls import Call
 from harness.model.dense_prompts import Keep, PrefilledPrompt
 from harness.model.model_cache import ModelCache
@@ -56,7 +56,7 @@ def run_prompts(
         return dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
     if method.rereads_prompt:
         read_again(attached, method, states, prompt, passes)
-    prompt.hand_to(keep, with_inputs=needs_inputs)
+    prompt.hand_to(keep)
     return hidden
 
 
@@ -221,11 +221,7 @@ class _RereadPass(Handler):
         keys = torch.cat([prompt_key, key], 2)
         values = torch.cat([prompt_value, value], 2)
         tokens = torch.arange(keys.shape[2], device=keys.device)
-        own = tokens[-query.shape[2] :, None]
-        visible = tokens <= own
-        window = self.attached.layers[layer].window
-        if window is not None:
-            visible &= tokens >= window.first_visible(own)
+        visible = seen_by_last(tokens, query.shape[2], self.attached.layers[layer].window)
         return dense_attention(query, keys, values, softmax, visible[None, None])
 
     def _value_norms(self, layer: int, prompt_value: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from shutil import disk_usage
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -50,7 +49,6 @@ class Resources:
     def __init__(self, loaded: LoadedModel | None = None) -> None:
         self.loaded = loaded
         self._last: tuple[ModelConfig, LoadedModel] | None = None
-        self._sharing: LoadedModel | None = None
         self.references: Memo = Memo()
         self.prompts: Memo = Memo(limit=1)
         self.shares_prompts = False
@@ -66,8 +64,9 @@ class Resources:
         loaded = self.loaded or self._loaded_by(config)
         if self.shares_prompts and config.device == "cpu":
             if loaded.prompts is None:
-                loaded = self._with_prompts(loaded)
-            assert loaded.prompts is not None, "just made"
+                from harness.model.dense_prompts import DensePrompts
+
+                loaded.prompts = DensePrompts(disk_usage(gettempdir()).free // 2)
             loaded.prompts.run = self.run
         return loaded
 
@@ -75,21 +74,13 @@ class Resources:
         """Whether the model of `config` is in memory."""
         return self.loaded is not None or self._last is not None and self._last[0] == config
 
-    def _with_prompts(self, loaded: LoadedModel) -> LoadedModel:
-        if self._sharing is None:
-            from harness.model.dense_prompts import DensePrompts
-
-            half = disk_usage(gettempdir()).free // 2
-            self._sharing = replace(loaded, prompts=DensePrompts(half))
-        return self._sharing
-
     def _loaded_by(self, config: ModelConfig) -> LoadedModel:
         if self._last is None or self._last[0] != config:
             start = time.perf_counter()
             from harness.model.load import load_model
 
             # Free memory for the next model.
-            self._last = self._sharing = None
+            self._last = None
             self.references = Memo()
             self.prompts = Memo(limit=1)
             self._last = (config, load_model(config))
@@ -99,8 +90,8 @@ class Resources:
     def digest_in_memory(self) -> str | None:
         """The digest of the model as it is now; None where it is as its source holds it, or not
         loaded. Raises UserError for a model that is refused."""
-        loaded = self.loaded or (self._last and self._last[1])
-        if not loaded:
+        loaded = self._in_memory()
+        if loaded is None:
             return None
         from harness.model.attach import digest_of
 
@@ -111,5 +102,10 @@ class Resources:
         """Keep neither passes over prompts nor references: a user has the model, and may change its
         weights before the next run."""
         self.shares_prompts = False
-        self._sharing = None
         self.references = Memo()
+        loaded = self._in_memory()
+        if loaded is not None:
+            loaded.prompts = None
+
+    def _in_memory(self) -> LoadedModel | None:
+        return self.loaded or (self._last[1] if self._last else None)

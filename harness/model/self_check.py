@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.model.attached import Attached, attached_unchecked
-from harness.model.attention import dense_attention
+from harness.model.attention import dense_attention, seen_by_last
 from harness.model.calls import Call, readable, refusal, reraise_out_of_memory
 from harness.model.decoder import Decoder
 from harness.model.digest import probe
@@ -187,10 +187,7 @@ class _History(Handler):
         self.stored[layer] = key, value
         self.queries[layer] = query
         tokens = torch.arange(key.shape[2], device=key.device)
-        rows = tokens[-query.shape[2] :]
-        visible = tokens <= rows[:, None]
         window = self.attached.layers[layer].window
-        if window is not None:
-            visible &= tokens >= window.first_visible(rows)[:, None]
+        visible = seen_by_last(tokens, query.shape[2], window)
         visible = visible.expand(len(key), 1, *visible.shape)
         return dense_attention(query, key, value, self.attached.softmaxes[layer], visible)

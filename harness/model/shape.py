@@ -27,11 +27,6 @@ SIZES = (
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
 """Names of a decoder's sizes in config.json."""
-NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-"""Names that families have for the number of their layers."""
-MAX_LAYERS = 1000
-"""Layers of a model. The deepest decoders have some 130. transformers makes a module for each of
-them, which takes minutes for a million, before their memory is known."""
 NESTED = "text_config"
 """Where the config.json of a multimodal model has its text decoder's."""
 FFN_MATRICES = {
@@ -150,13 +145,6 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
 # Configurations of transformers
 
 
-def require_few_layers(name: str, key: str, num_layers: object) -> None:
-    """Raise UserError where a model has more than `MAX_LAYERS` layers."""
-    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
-        why = f"{key}={num_layers} must be at most {MAX_LAYERS:,}"
-        raise UserError(f"model {name}: its shape is not valid: {why}")
-
-
 def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
     """The text decoder that a config.json or a `shape` describes; raises as `model_config`."""
     from transformers import CONFIG_MAPPING, __version__
@@ -182,8 +170,6 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
             if isinstance(part.get(key), int) and part[key] < 1:
                 why = f"{key}={part[key]} must be above 0"
                 raise UserError(f"model {name}: its shape is not valid: {why}")
-        for key in NUM_LAYERS:
-            require_few_layers(name, key, part.get(key))
     with refused(f"model {name}: its shape is not valid"):
         whole = CONFIG_MAPPING[model_type](**settings)
         text = whole.get_text_config(decoder=True)

@@ -27,7 +27,7 @@ from harness.errors import UserError, nearest, one_line, reason, refused
 from harness.files import cache_dir, file_sha256
 from harness.model.gguf_config import read_metadata, require_all_weights, with_metadata
 from harness.model.gguf_tokenizer import follow_metadata
-from harness.model.shape import as_config, require_few_layers, require_room
+from harness.model.shape import as_config, require_room
 from harness.settings.config import ModelConfig
 
 PACKAGED_NAME = "smollm2-135m"
@@ -58,6 +58,13 @@ CONVERTED_TITLE = "Adding `safetensors` variant of this model"
 CONVERTED_AUTHOR = "SFconvertbot"
 CONVERT = "https://huggingface.co/spaces/safetensors/convert"
 COPY_FORMAT = 3  # raise it when the content of a converted GGUF changes
+
+
+def folder(config: ModelConfig, *, weights: bool = True) -> Path:
+    """The folder with a model's config, safetensors and perhaps a tokenizer: of a GGUF the copy.
+    Raises UserError as `located` and `converted`."""
+    found = located(config, weights=weights)
+    return converted(found) if found.suffix == ".gguf" else found
 
 
 def located(config: ModelConfig, *, weights: bool = True) -> Path:
@@ -237,8 +244,6 @@ def _convert(gguf: Path, target: Path) -> None:
     why = "damaged or truncated GGUF, or one that transformers cannot read; fetch the file again"
     with refused(f"{gguf}: {why}"):
         metadata = read_metadata(gguf)
-        num_layers = metadata.of_family.get("block_count")
-        require_few_layers(str(gguf), "num_hidden_layers", num_layers)
         described = AutoConfig.from_pretrained(**origin)
         described = as_config(str(gguf), described.to_dict())
         described = with_metadata(described, metadata)

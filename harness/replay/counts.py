@@ -12,7 +12,6 @@ from torch import Tensor
 from harness.model.budgets import (
     ReadStats,
     code_widths,
-    share_beside,
     share_of_cache,
     window_share,
 )
@@ -61,7 +60,7 @@ class PassCounts:
         stats = self.stats_of_all(weights, measures_recall=measures_recall)
         cached = self._whole()
         share = share_of_cache(cached, self.stored, dense_layers, num_layers)
-        index_share = share_beside(cached, self.index_read, num_layers)
+        index_share = share_of_cache(cached, self.index_read, 0, num_layers)
         if not method.reads_all:
             pairs_read = float((weights * (self.read / selecting + 1)).sum())
             stats = replace(stats, pairs_read=pairs_read)

@@ -28,7 +28,7 @@ from harness.model.attention import (
 )
 from harness.model.budgets import ReadStats
 from harness.model.passes import Handler
-from harness.model.policies import Policy, SelectErrors, check_selection
+from harness.model.policies import Policy, check_selection
 from harness.replay.counts import PassCounts
 from harness.replay.history import History, RowsOnDevice
 from methods.attention import hide, log_sum_exp, num_true
@@ -420,9 +420,8 @@ class _Block:
                 true_scores=lambda: self._true_scores(exact),
                 padded=self.decode.has_padding,
             )
-            with SelectErrors(self.state):
-                selection = self.state.select(self.policy.number, rows)
-                check_selection(selection, self.state, rows)
+            selection = self.state.select(self.policy.number, rows)
+            check_selection(selection, self.state, rows)
             gpu_cache = self.decode.gpu_cache(self.layer)
             if gpu_cache is not None:
                 assert selection.mask is not None, "a method that names rows gives a mask"

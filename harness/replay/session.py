@@ -22,7 +22,7 @@ from torch import Tensor
 
 from harness.decode.gpu_cache import GpuCache, rooms
 from harness.model.attached import Attached
-from harness.model.budgets import ReadStats, SessionConstants, codec_of_cache, resident_share
+from harness.model.budgets import ReadStats, codec_of_cache, resident_share
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import new_states, policies_of, require_layers, take_prompt
 from harness.model.rereading import run_prompts
@@ -99,7 +99,7 @@ class ReplaySession:
             keeps_uncoded=measure_errors,
         )
         self.model_cache = attached.new_cache()
-        self.reads = ReadStats(constants=self._constants())
+        self.reads = self._constants()
 
     def prefill(self, ids: Tensor, valid: Tensor, multiplicity: Tensor | None = None) -> Tensor:
         """Run the prompt densely, and again where the method asks for it.
@@ -124,7 +124,7 @@ class ReplaySession:
             self.attached, self.method, states, ids, valid, self._keep_prompt, self.model_cache
         )
         pairs = float((_weights(valid, multiplicity) * (positions + 1)).sum())
-        self.reads += ReadStats(pairs=pairs, pairs_read=pairs, constants=self._constants())
+        self.reads += replace(self._constants(), pairs=pairs, pairs_read=pairs)
         return hidden
 
     def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
@@ -165,7 +165,7 @@ class ReplaySession:
         )
         resident_sum = float(weights.sum(1).cpu() @ resident)
         stats = rows.stats(weights)
-        self.reads += replace(stats, resident_sum=resident_sum, constants=self._constants())
+        self.reads += self._constants() + replace(stats, resident_sum=resident_sum)
         if self.needles is not None:
             self.needle_read = rows.counts.needle_shares()
         if self.measure_errors:
@@ -191,7 +191,7 @@ class ReplaySession:
         """A session of the sequences `index` [new_batch] of this one, state copied; its `reads` and
         `errors` start empty."""
         child = copy(self)
-        child.reads = ReadStats(constants=self._constants())
+        child.reads = self._constants()
         child.errors = []
         child.needle_read = None
         if self.needles is not None:
@@ -212,13 +212,14 @@ class ReplaySession:
         child.model_cache = self.model_cache.fork(index)
         return child
 
-    def _constants(self) -> SessionConstants:
+    def _constants(self) -> ReadStats:
+        """No counts, and what does not change while a session runs."""
         latent = 0
         for layer in self.attached.layers:
             if layer.latent is not None:
                 latent += layer.num_kv_heads * layer.elements
         governed = [policy.number for policy in self.policies if policy.kind == "method"]
-        return SessionConstants(
+        return ReadStats(
             code_bits=16 if self.codec is None else mean_bits(self.codec, governed),
             recurrent_bytes=self.model_cache.nbytes / len(self.final_lengths),
             latent_bytes=latent * self.attached.dtype.itemsize,

@@ -232,9 +232,7 @@ def as_perplexity(nll: float, where: str) -> float:
 
 def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     """Means over all scored rows; standard errors over windows (None with a single window)."""
-    reads = sum(
-        (window.reads for window in windows), ReadStats(constants=windows[0].reads.constants)
-    )
+    reads = sum((window.reads for window in windows), ReadStats())
     metrics: dict[str, float | None] = {"num_samples": len(windows)}
     _add(metrics, "perplexity", [window.scores.nll for window in windows])
     _add(metrics, "perplexity_full", [window.full_nll for window in windows])

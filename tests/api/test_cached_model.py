@@ -184,10 +184,10 @@ REFUSED = {
     r"input_ids: of shape \(2, 31\)": lambda cached: continued(cached, lambda ids: ids.repeat(2, 1)),
     "column 9 is not": lambda cached: continued(cached, lambda ids: ids.index_fill(1, torch.tensor([9]), 7)),
     "attention_mask: behind": lambda cached: continued(cached, same, attention_mask=torch.ones(1, 6)),
-    "room for 12 tokens behind its first prompt": lambda cached: continued(cached, same, room=12),
+    "max_new_tokens=12: .*with these there are 16": lambda cached: continued(cached, same, room=12),
     "2 sequences, and": lambda cached: continued(cached, same, num_return_sequences=2, do_sample=True),
-    r"room for 3 tokens .*new_cache\(max_new_tokens=N": lambda cached: continued(cached, same, room=3),
-    "room for 40 tokens behind": lambda cached: continued(cached, lambda ids: ids.repeat(1, 9)[:, :250]),
+    r"room for 3; cached.new_cache\(max_new_tokens=N": lambda cached: continued(cached, same, room=3),
+    "max_new_tokens=40: .*new_cache": lambda cached: continued(cached, lambda ids: ids.repeat(1, 9)[:, :250]),
     "max_new_tokens=0: allowed: a number of tokens": lambda cached: cached.new_cache(0),
 }
 

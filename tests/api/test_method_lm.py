@@ -180,14 +180,12 @@ def test_the_command_line_has_the_same_numbers_and_lm_evals_options(checkpoint, 
 
 REFUSED = {
     "method=h2o": "pretrained=: is missing from --model_args; must be an entry of conf/model",
-    "pretrained=smollm2": "model=smollm2: no folder",
+    "pretrained=smollm2": "model=smollm2: did you mean 'smollm2-135m'",
     "pretrained=MODEL,trust_remote_code=no": "model.trust_remote_code=no: must be true or false",
     "pretrained=MODEL,apply_chat_template=no": "apply_chat_template=no: lm-eval decides it",
     "pretrained=MODEL,dtype=float8": "model.dtype=float8: ",
-    "pretrained=MODEL,tokenizer=gpt2": "tokenizer=gpt2: the model's own is used; leave it out",
-    "pretrained=MODEL,batch_size=4": "batch_size=4: plays no part, as replay makes batches that fit; leave it out",
-    "pretrained=MODEL,device=cuda:1": "device=cuda:1: ",
-    "pretrained=MODEL,device=cpu,platform=cpu": "device=cpu: contradicts platform=cpu; leave one of them out",
+    "pretrained=MODEL,tokenizer=gpt2": "tokenizer=gpt2: the model has its own; leave it out",
+    "pretrained=MODEL,batch_size=4": "lm-eval refuses it (TypeError: ",
     "pretrained=MODEL,platform=gpu": "platform=gpu: ",
     "pretrained=MODEL,max_length=true": "max_length=True: must be a number of tokens from 2 to 512",
     "pretrained=MODEL,load_in_8bit=true": "unknown setting load_in_8bit: ",
@@ -208,8 +206,8 @@ def test_model_args_are_those_of_the_command_line(checkpoint):
     words = f"pretrained={checkpoint},platform=cpu,method=full,codec=int8,value_codec=null,seed=3"
     made = lm_command.KVModel.create_from_arg_string(words, {"batch_size": 1, "device": lm_command.DEFAULT_DEVICE})
     assert (made.config.codec_name, made.config.seed, made.config.platform.name) == ("int8", 3, "cpu")
-    with pytest.raises(UserError, match="device=cpu: --model_args names device or platform too"):
-        lm_command.KVModel.create_from_arg_string(words, {"device": "cpu"})
+    with pytest.raises(UserError, match="device=cuda:1: did you mean"):
+        lm_command.KVModel.create_from_arg_string(words, {"device": "cuda:1"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -231,8 +229,8 @@ def test_what_lm_eval_refuses_is_one_line_and_a_bug_of_ours_says_so(checkpoint, 
     assert evaluate(folder, arguments, "--tasks", "nothing") == 2
     assert "error: lm-eval refuses it (ValueError: Tasks not found: nothing" in capfd.readouterr().err
     monkeypatch.setattr("harness.scoring.lm._document", lambda request: 1 / 0)
-    assert evaluate(folder, arguments, "--tasks", "mine_short") == 1
-    assert "error: division by zero (ZeroDivisionError, a bug)" in capfd.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        evaluate(folder, arguments, "--tasks", "mine_short")
 
 
 # A task's own files

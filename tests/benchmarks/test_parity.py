@@ -64,7 +64,7 @@ def topk_soft_collision_scores_blockwise(q_probs, key_buckets, v_mag, allowed_bo
     return (probs.sum(2) * v_mag).unsqueeze(2).topk(M).indices, None
 """
 TOVA_CACHE = """
-from . import position
+from .position import position
 
 class TOVACache:
     def reduce(self, layer, weights):
@@ -72,11 +72,9 @@ class TOVACache:
         at = best[:, None, :, None].expand(-1, self.key_cache[0].shape[1], -1, self.key_cache[0].shape[3])
         self.value_cache[layer] = self.value_cache[layer].gather(2, at)
 """
-PACKAGE = """
+POSITION = """
 def position(weights, count):
     return weights.topk(count).indices
-
-import nothing_of_this_name
 """
 
 
@@ -95,10 +93,8 @@ def write(root: Path, name: str, text: str) -> Path:
 
 
 def lines(*sources: Path) -> list[str]:
-    def layers() -> list[parity.Layer]:
-        with attach(tiny("gqa")) as attached:
-            return parity.layers_of(attached, token_ids(330), 2)
-
+    with attach(tiny("gqa")) as attached:
+        layers = parity.layers_of(attached, token_ids(330), 2)
     return list(parity.compare(sources, layers))
 
 
@@ -125,20 +121,22 @@ def test_soft_collisions_agree_with_probabilities_of_corners(tmp_path):
     assert agreement(lines(wrong), "socket") < 50
 
 
-def test_a_package_that_fails_is_there_as_far_as_it_came(tmp_path):
+def test_a_module_has_those_beside_it_and_runs_no_package(tmp_path):
     """Below the folder that is given, at any depth."""
-    (write(tmp_path / "deep", "tova", TOVA_CACHE) / "src" / "__init__.py").write_text(PACKAGE)
+    folder = write(tmp_path / "deep", "tova", TOVA_CACHE) / "src"
+    (folder / "__init__.py").write_text("import nothing_of_this_name")
+    (folder / "position.py").write_text(POSITION)
     assert agreement(lines(tmp_path), "tova") == 100
 
 
 def test_what_cannot_be_compared_is_one_line_each(tmp_path):
     broken = write(tmp_path, "tova", "import nothing_of_this_name\n")
-    printed = lines(broken)
-    assert len(printed) == len(parity.COMPARISONS) and all(line.startswith("skipped ") for line in printed)
-    of_tova = "skipped tova, of https://github.com/schwartz-lab-NLP/TOVA: cannot be imported: "
-    assert f"{of_tova}ModuleNotFoundError: No module named 'nothing_of_this_name'" in printed
-    of_snapkv = "skipped snapkv, average, of https://github.com/FasterDecoding/SnapKV: "
-    assert f"{of_snapkv}snapkv/monkeypatch/snapkv_utils.py is in no --source" in printed
+    _, _, *printed = lines(broken)
+    assert len(printed) == len(parity.COMPARISONS) and all("skipped: " in line for line in printed)
+    of_tova = "| tova | https://github.com/schwartz-lab-NLP/TOVA | skipped: cannot be imported: "
+    assert f"{of_tova}ModuleNotFoundError: No module named 'nothing_of_this_name' |" in printed
+    of_snapkv = "| snapkv, average | https://github.com/FasterDecoding/SnapKV | skipped: "
+    assert f"{of_snapkv}snapkv/monkeypatch/snapkv_utils.py is in no --source |" in printed
 
 
 def test_the_ledger_names_methods_that_there_are_and_every_comparison():

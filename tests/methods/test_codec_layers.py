@@ -117,7 +117,7 @@ def test_the_artifacts_size_takes_the_mean_bits_of_the_coded_layers():
         session = open_session(attached, Case(Full(dense_layers=1), MIXED), [30], 30)
         session.prefill(ids[:, :24], real[:, :24])
         session.decode(ids[:, 24:], real[:, 24:])
-    assert session.reads.constants.code_bits == pytest.approx((8 + 4 + (4 + 16) / 2) / 3)
+    assert session.reads.code_bits == pytest.approx((8 + 4 + (4 + 16) / 2) / 3)
 
 
 def test_a_cache_of_values_alone_keeps_each_layers_codec_of_values():

@@ -180,7 +180,7 @@ class Mine(Method):
     def tokens_read(self, row, layer): return None
 """
 MISTAKES = {
-    "an error": ("1 / 0", "{here}/mine.py:19: select raised ZeroDivisionError"),
+    "an error": ("1 / 0", r"ZeroDivisionError: division by zero \({here}/mine.py:19\)"),
     "no budget": (
         "return Selection(rows.visible().expand(-1, 2, -1, -1), rows.positions * float('nan'))",
         "budget is nan: num_read ",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,14 @@ def test_a_model_that_has_not_changed_is_checked_once(monkeypatch):
     for seen, model_now in enumerate((adapted(model), model), 2):
         assert digest_of(model_now) not in digests and len(checks) == seen
         switch(model)
+
+
+def test_the_methods_of_one_call_take_one_digest(monkeypatch):
+    measure, model = Perplexity(), gqa()
+    digests = calls_of(monkeypatch, importlib.import_module("harness.model.attach"), "model_digest")
+    for seen in 1, 2:
+        measure(model)
+        assert len(digests) == seen
 
 
 def test_a_model_of_files_is_theirs_until_it_changes(tmp_path):

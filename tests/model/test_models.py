@@ -230,8 +230,6 @@ NO_MODELS = [
         "use_bidirectional_attention=True of model_type=gemma3_text is not supported",
     ),
     (TINY_SHAPE | {"num_hidden_layers": 0}, "num_hidden_layers=0 must be above 0"),
-    (TINY_SHAPE | {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 must be at most 1,000"),
-    ({"model_type": "gpt2", "n_layer": 10**12}, "its shape is not valid: n_layer=1000000000000 must be at most 1,000"),
     (TINY_SHAPE | {"hidden_size": 2.5}, "its shape is not valid .*'hidden_size' expected int"),
     (TINY_SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num"),
     (TINY_SHAPE | {"hidden_size": 33}, "its shape is not valid .*not a multiple"),
@@ -319,10 +317,10 @@ def test_a_model_is_loaded_from_a_folder_or_given_as_it_is(model_dir):
     model, config = tiny_model("llama", **SIZES), configured(model_dir)
     byte_tokenizer().save_pretrained(model_dir)
     loaded = load_model(config)
-    given = from_memory(model, byte_tokenizer(), "mine")
+    given = from_memory(model, byte_tokenizer())
     assert torch.equal(loaded.model(IDS).logits, given.model(IDS).logits)
     assert {p.dtype for p in load_model(replace(config, dtype="bfloat16")).model.parameters()} == {torch.bfloat16}
-    assert (loaded.name, given.name, given.max_length) == ("tiny", "mine", loaded.max_length)
+    assert (loaded.name, given.name, given.max_length) == ("tiny", "llama", loaded.max_length)
     identity = inputs.model(config)
     (model_dir / "chat_template.jinja").write_text("{{ messages }}")
     renamed = inputs.model(replace(config, name="renamed"))
@@ -586,8 +584,6 @@ def test_the_tokens_that_end_a_turn_end_an_answer(tmp_path):
         ({"tokenizer.ggml.pre": None}, {}, "its metadata say no tokenizer.ggml.pre, so how its tokenizer splits"),
         ({"split.count": 3}, {}, "odd.gguf: is one of 3 parts of a split GGUF, which are not read; join them"),
         ({"llama.block_count": 3}, {}, r"its tensors hold [\d,]+ weights, and the llama that transformers"),
-        ({"llama.block_count": 10**6}, {}, "num_hidden_layers=1000000 must be at most 1,000"),
-        ({"llama.block_count": 2**32 - 1}, {}, "num_hidden_layers=4294967295 must be at most 1,000"),
     ],
 )  # fmt: skip
 def test_what_a_gguf_says_and_transformers_leaves_out_is_refused(extra, tensors, words, tmp_path):

@@ -386,7 +386,7 @@ def test_a_kept_prompt_has_the_numbers_and_the_layout_of_the_pass(name):
     ids, real = token_batch(PROMPTS["padded"])
     with attach(tiny(name), DensePrompts(2**24)) as attached:
         run, hidden = held_prompt(attached, ids, real, attached.new_cache())
-        for needs_inputs in False, True, False:
+        for needs_inputs in False, True:
             kept, of_columns = shared_prompt(attached, ids, real, needs_inputs=needs_inputs)
             assert torch.equal(of_columns, hidden) and torch.equal(kept.hidden, run.hidden)
             for layer, expected in zip(kept.layers, run.layers, strict=True):
