@@ -71,8 +71,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
     monkeypatch.setattr(models, "load_model", load_model)
     monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code=False: Path("snapshots/1"))
-    monkeypatch.setattr(rows, "revision", lambda path, part, fetch, has_options=False: "1")
-    for name, kinds in (("evaluation", "tasks turns"), ("perplexity", "perplexity"), ("long_decode", "long_decode")):
+    monkeypatch.setattr(rows, "revision", lambda config, fetch: "1")
+    for name, kinds in (("evaluation", "tasks turns"), ("perplexity", "perplexity")):
         module = ModuleType(f"harness.scoring.{name}")
         for kind in kinds.split():
             setattr(module, f"run_{kind}", runs)

@@ -220,17 +220,12 @@ def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> li
     of_tokenizer = text_sha256(whole, str(tokenizer("").input_ids))
     key = text_sha256("rows", digest(task), task, str(length), str(seed), of_tokenizer)
     note = cache_dir() / "ruler" / f"{task}-{length}-{key[:32]}.json"
-    try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-        are_rows = isinstance(known, list) and all(isinstance(row, dict) for row in known)
-        if are_rows and len(known) >= count:
-            return known[:count]
-    except (OSError, ValueError, RecursionError):
-        pass
-    made = make(task, length, count, seed, tokenizer)
-    with contextlib.suppress(OSError), replacing(note) as scratch:
-        scratch.write_text(json.dumps(made), encoding="utf-8")
-    return made
+    known = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else []
+    if len(known) < count:
+        known = make(task, length, count, seed, tokenizer)
+        with contextlib.suppress(OSError), replacing(note) as scratch:
+            scratch.write_text(json.dumps(known), encoding="utf-8")
+    return known[:count]
 
 
 def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:

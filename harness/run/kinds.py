@@ -70,11 +70,9 @@ class Perplexity(Measurement):
         return _texts(config)
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.scoring.long_decode import run_long_decode
         from harness.scoring.perplexity import run_perplexity
 
-        measure = run_perplexity if config.max_new_tokens is None else run_long_decode
-        return measure(config, resources.model(config.model), resources.references)
+        return run_perplexity(config, resources.model(config.model), resources.references)
 
     def lengths(self, config: RunConfig) -> dict[str, int]:
         if config.max_new_tokens is None:

@@ -277,7 +277,7 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
     monkeypatch.setattr(emulated, "time_run", time_run)
     monkeypatch.setattr(emulated, "available_bytes", lambda home: int(0.4 * GIB))
     monkeypatch.setattr(speed, "smaller_card", lambda device, asked: nullcontext(cards.append(asked)))
-    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda device: 1e10)
     cards: list[float | None] = []
     loaded = LoadedModel(tiny("gqa"), None, "tiny", 512, random_ids=RandomIds(256))
     words = ["experiment=capacity", "platform=cuda", "system=offload", "model.weights=random", "prompt_len=40"]

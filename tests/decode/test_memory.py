@@ -383,7 +383,7 @@ def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     ])  # fmt: skip
     cards = []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
-    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda device: 1e10)
     monkeypatch.setattr(memory, "require_managed", lambda *_: cards.append([*anywhere.blocks]))
     outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, random_ids=RandomIds(256)))
     assert cards == 2 * [[12 * GIB]], "of 60 GiB, in each repeat"

@@ -160,7 +160,7 @@ def test_a_task_of_lm_eval_whose_documents_share_a_context(told, loaded):
     [
         ({"task": {"question_marker": "Now:"}}, {}, "task toy_told, question 0: prefill=both finds no .* not there"),
         ({}, ROLLING, "task toy_told: scores whole texts, so prefill=both"),
-        ({"sampling": SamplingConfig(top_p=0.5)}, {}, "task toy_told: top_p=0.5: the most likely token is taken"),
+        ({"sampling": SamplingConfig(top_p=0.5)}, {}, "top_p=0.5: the most likely token is taken"),
     ],
 )
 def test_what_cannot_be_asked_in_turns(changes, of_task, said, told, loaded):
