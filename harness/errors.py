@@ -10,7 +10,6 @@ import difflib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import signal
 import sys
 import traceback
@@ -19,10 +18,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 MAX_LISTED = 16
-MAX_WORD, MAX_MESSAGE = 400, 2000
-"""Letters of a word and of a whole message that are shown; a path of 400 letters is still whole."""
-LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
-A_BUG = " (a bug)"
 BUG, USERS, UNFINISHED = 1, 2, 75
 """Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to
 try again."""
@@ -36,10 +31,10 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 class UserError(ValueError):
     """Something the user can put right: a setting, a file, the machine's memory. Its message is one
-    line, whatever the names in it hold, in which `brief` shortens what is too long to read."""
+    line, whatever the names in it hold."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(brief(printable(str(message))))
+        super().__init__(printable(str(message)))
 
 
 class UnfinishedError(UserError):
@@ -69,31 +64,16 @@ def describe(error: BaseException) -> str:
 
 def to_record(error: Exception) -> str:
     """An error as the record of a failed run has it: with its type, and whether it is a bug."""
-    mark = "" if is_users(error) else A_BUG
-    return f"{type(error).__name__}: {message(error)}{mark}"
-
-
-def from_record(where: str, text: str) -> Exception:
-    """The error that `to_record` wrote, to be raised again behind the words `where`."""
-    if text.endswith(A_BUG):
-        return BugError(f"{where}{text}")
-    return UserError(f"{where}{text}")
-
-
-def message(error: BaseException) -> str:
-    """The message of an error. An error of foreign code may have none that can be read."""
-    try:
-        return str(error)
-    except Exception as fault:
-        return f"its message cannot be read, {type(fault).__name__}"
+    mark = "" if is_users(error) else " (a bug)"
+    return f"{type(error).__name__}: {error}{mark}"
 
 
 def one_line(error: BaseException) -> str:
     """The message of an error in one line, or its type where it has none. That of the operating
     system begins with the file that it is about."""
     if isinstance(error, OSError) and error.filename and error.strerror:
-        return brief(printable(f"{error.filename}: {error.strerror}"))
-    return brief(" ".join(message(error).split())) or type(error).__name__
+        return printable(f"{error.filename}: {error.strerror}")
+    return printable(" ".join(str(error).split())) or type(error).__name__
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
@@ -117,7 +97,7 @@ def question(name: object, allowed: Iterable[str], cutoff: float = 0.5) -> str:
 
 def reason(error: BaseException) -> str:
     """The type and message of an error of foreign code, in one line."""
-    kind, words = type(error).__name__, " ".join(message(error).split())
+    kind, words = type(error).__name__, " ".join(str(error).split())
     return f"{kind}: {words}"[:300] if words else kind
 
 
@@ -184,12 +164,6 @@ def shortened(text: str, length: int) -> str:
     head = (length - 1) // 2
     tail = length - 1 - head
     return f"{text[:head]}…{text[len(text) - tail :]}"
-
-
-def brief(message: str) -> str:
-    """A message of at most `MAX_MESSAGE` letters, without the middle of words over `MAX_WORD`."""
-    words = re.sub(LONG_WORD, lambda word: shortened(word[0], MAX_WORD // 2), message)
-    return shortened(words, MAX_MESSAGE)
 
 
 def exit_code(command: Callable[[], None]) -> int:

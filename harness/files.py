@@ -52,8 +52,6 @@ CGROUPS = {
     ),
 }
 """By the controllers of a line of /proc/self/cgroup: of cgroups version 2 ("") and 1."""
-POLL_S = 0.5
-"""How often a process that waits for a lock asks for it."""
 
 
 class HeldError(Exception):
@@ -146,7 +144,7 @@ def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
     has_locks = True
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=wait, poll_interval=POLL_S)
+        lock.acquire(blocking=wait)
     except filelock.Timeout:
         raise HeldError(path) from None
     except OSError as error:

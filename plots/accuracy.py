@@ -11,7 +11,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from harness.results.metrics import METRICS
+from harness.results.columns import whole_tasks
+from harness.results.metrics import METRICS, NUM_DEPTHS
 from plots import data, style
 
 AXES = {
@@ -25,12 +26,10 @@ CHANCE |= dict.fromkeys(("copa", "winogrande", "piqa", "rte", "boolq"), 50)
 """Percent of the answers of each task that guessing has right."""
 TEXTS = ("model", "task", "seq_len", data.PREFILL, "num_samples", "source")
 """The setup of a number on texts."""
-OF_CHUNKS = ("model", "corpus", "seq_len", data.PREFILL, "num_samples", "source")
 ASKED = ("num_samples", "num_fewshot", "seq_len", data.PREFILL)
 """Beside model and task, the conditions that runs share which were asked the same questions."""
 KEPT = r"^(?P<name>.+) with (?P<kept>\d+) tokens$"
-CHUNK = r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$"
-"""In labels and tasks: the tokens kept, and the range of tokens of a text."""
+"""In labels: the tokens kept."""
 WITH_PERCENT = r"^(?P<label>.+), (?P<percent>\d+) %(?:, .+)?$"
 BY_LAYER = "layer, "
 """In the table of errors by layer: a label with its budget, and what stands before a text's
@@ -87,7 +86,7 @@ def fig19(table: pd.DataFrame) -> Figure | None:
     The latter are the runs whose label ends in "with N tokens". The full cache is that of the runs
     themselves, on the same windows.
     """
-    table = data.whole_texts(table)
+    table = whole_tasks(table)
     rows = table.join(table.label.str.extract(KEPT))
     rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
     by_length = rows.kept.notna()
@@ -152,7 +151,7 @@ def _by_share(
 
     The error takes tasks as independent. kl_of_any_size: KL on a logarithmic axis.
     """
-    rows = data.of_metrics(data.whole_texts(table), ["kl_nats", "acc"])
+    rows = data.of_metrics(whole_tasks(table), ["kl_nats", "acc"])
     points = _means(rows, ["run_id"])
     points = points.assign(name=points.label, x=100 * points[share], y=points.value)
     looks = style.in_sequence(points.label)
@@ -199,16 +198,15 @@ def long_decode(table: pd.DataFrame) -> Figure | None:
 def _by_chunk(
     table: pd.DataFrame, metrics: Sequence[str], words: str, bars: str = ""
 ) -> Figure | None:
-    """Metrics of ranges of a text, such as `offline[256:512]`, each at its middle."""
-    ranges = table.task.str.extract(CHUNK).astype({"start": float, "end": float})
-    rows = data.of_metrics(table.join(ranges).dropna(subset="start"), metrics)
-    rows = rows.assign(x=(rows.start + rows.end) / 2, y=rows.value)
+    """Metrics of ranges of a text's tokens, each at its middle."""
+    rows = data.of_metrics(table.dropna(subset="first"), metrics)
+    rows = rows.assign(x=(rows["first"] + rows.stop) / 2, y=rows.value)
     percent = (100 * rows["budget"]).map(", {:.0f} %".format).astype(str)
     rows["name"] = rows.label.where(rows.label == style.FULL, rows.label + percent)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        data.refuse_repeats(panel, ["label", "budget", "start"])
-        edges, middles = sorted({*panel.start, *panel.end}), sorted(set(panel.x))
+        data.refuse_repeats(panel, ["label", "budget", "first"])
+        edges, middles = sorted({*panel["first"], *panel.stop}), sorted(set(panel.x))
         for _, line in panel.groupby(["label", "budget"], dropna=False):
             style.draw_lines(axes, line, at=middles)  # a missing range is a gap
         every = -(-len(edges) // MAX_TICKS)
@@ -217,7 +215,7 @@ def _by_chunk(
         axes.set(xlabel=words, ylabel=axis_of(panel))
 
     note = f"percentages: budgets; {bars or style.error_note(rows)}"
-    return style.draw_rows(rows, (*OF_CHUNKS, "metric"), draw, note=note)
+    return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=note)
 
 
 # By layer
@@ -256,7 +254,7 @@ def long(table: pd.DataFrame) -> Figure | None:
 
     Right answers are the mean over the tasks, whose errors are taken as independent.
     """
-    table = data.whole_texts(table)
+    table = whole_tasks(table)
     needles = table[table.metric.str.isdecimal()]
     needles = needles.assign(length=needles.metric.astype(float), metric="acc")
     texts = table[(table.metric == "kl_nats") & (table.value > 0)]
@@ -282,9 +280,7 @@ def long(table: pd.DataFrame) -> Figure | None:
 
 # Needles in a haystack: right answers by the prompt's length and their depth
 
-NEEDLE = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
-"""In tasks: the length and the depths of a needle."""
-BAND = ["model", "setup", "needle"]
+BAND = ["model", "setup", "task"]
 """What tells the figure's rows of panels apart."""
 SHOWN_BY_TILES = r"(num_samples|metadata\.max_seq_lengths)=(\[[^\]]*\]|[^,]*)(, )?"
 """Settings that the tiles show by themselves."""
@@ -305,17 +301,16 @@ def ruler(table: pd.DataFrame) -> Figure | None:
     the fewer, the paler; without any it is hatched. Colours: cividis, which colour-blind readers
     see as well, and which grows lighter in grey too.
     """
-    rows = table.join(table.task.str.extract(NEEDLE)).dropna(subset="needle")
+    rows = table.dropna(subset="depth")
     if rows.empty:
         return None
-    rows = rows.astype({"length": int, "begin": int, "end": int})
-    rows = rows.assign(setup=_setups(rows))
-    data.refuse_repeats(rows, ["label", "model", "setup", "task"])
+    rows = rows.assign(setup=_setups(rows), length=rows.metric.astype(int))
+    data.refuse_repeats(rows, ["label", *BAND, "length", "depth"])
+    depths = NUM_DEPTHS
     if rows.num_samples.median() < FEWEST:
-        rows = _over_depths(rows)
+        rows, depths = _over_depths(rows), 1
     bands = rows[BAND].drop_duplicates().sort_values(["model", "setup"], kind="stable")
     labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
-    depths = 100 // int((rows.end - rows.begin).min())
     width = len(labels) * (len(lengths) * TILE_INCHES[0] + 0.12) + 1.6
     height = len(bands) * (depths * TILE_INCHES[1] + 0.2) + 0.9
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -339,7 +334,7 @@ def ruler(table: pd.DataFrame) -> Figure | None:
     colours = ScalarMappable(PERCENT, COLOURS)
     bar: Any = {"label": "right answers (%)", "shrink": min(1.0, 2 / height), "aspect": 12}
     figure.colorbar(colours, ax=panels, **bar)
-    notes = [bands[name].iloc[0] for name in ("model", "needle") if name not in differing]
+    notes = [bands[name].iloc[0] for name in ("model", "task") if name not in differing]
     if depths > 1:
         notes.append("depth: where in the prompt the answer stands")
     notes.append("n: questions (the fewer, the paler; hatched: none)")
@@ -350,7 +345,7 @@ def ruler(table: pd.DataFrame) -> Figure | None:
 
 def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each length in place of its depths, each question weighing alike."""
-    rows = rows.assign(value=rows.value * rows.num_samples, begin=0, end=100)
+    rows = rows.assign(value=rows.value * rows.num_samples, depth=0)
     by_length = rows.groupby(["label", *BAND, "length"], sort=False)
     sums = by_length[["value", "num_samples"]].transform("sum")
     rows = rows.assign(value=sums.value / sums.num_samples, num_samples=sums.num_samples)
@@ -371,7 +366,7 @@ def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], depth
     """A tile for each length and depth; one without a question shows the hatch."""
     tiles = np.zeros((depths, len(lengths), 4))
     for _, row in panel.iterrows():
-        depth, column = depths * row.begin // 100, lengths.index(row.length)
+        depth, column = round(depths * row.depth), lengths.index(row.length)
         weight = row.num_samples / (row.num_samples + 2)
         color = 1 - weight * (1 - np.array(COLOURS(PERCENT(row.value))[:3]))
         tiles[depth, column] = (*color, 1)

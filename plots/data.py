@@ -123,11 +123,6 @@ def budget_range(rows: pd.DataFrame) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def whole_texts(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of an accuracy table that are not of a chunk of their text."""
-    return table[~table.task.str.endswith("]")]
-
-
 def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
     """Refuse two rows for one mark of a figure, since neither is better than the other."""
     repeated = frame[frame.duplicated(list(key), keep=False)]

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from harness.results.columns import whole_tasks
 from plots import data, style
 from plots.accuracy import ASKED, CHANCE, TEXTS, axis
 
@@ -130,7 +131,7 @@ def table2(table: pd.DataFrame) -> Figure | None:
     2,048 tokens) are hollow, on the bars of the paper's model; each other model of the paper has a
     panel.
     """
-    rows = data.whole_texts(table)
+    rows = whole_tasks(table)
     pool = rows.label.str.extract(rf"^{NAME}, pool (\d+ %.*)$", expand=False)
     rows = rows.assign(pool=pool).dropna(subset="pool")
     rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
@@ -178,7 +179,7 @@ def choices(table: pd.DataFrame) -> Figure | None:
     Dashed, the full cache's perplexity on the same windows. A label names what it changes, such as
     `InfiniGen, columns=query`.
     """
-    table = data.whole_texts(table)
+    table = whole_tasks(table)
     full = table[table.metric == "perplexity_full"]
     rows = data.of_metrics(table, ["kl_nats", "perplexity"])
 

@@ -129,11 +129,10 @@ def default_model():
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path):
-    """Stand-ins for model and experiments, in an empty current folder; processes ask for locks often."""
+    """Stand-ins for model and experiments, in an empty current folder."""
     from tests.runs import stand_in
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("harness.files.POLL_S", 0.01)
     return stand_in(monkeypatch)
 
 

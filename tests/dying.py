@@ -18,7 +18,7 @@ def die(pipe: Any) -> None:
 def linger(pipe: Any) -> None:
     """Tell of each run the process and the signals that it ignores; with one that is long, go on for an hour."""
 
-    def run(todo: Any, resources: Any, since: float) -> Any:
+    def run(todo: Any, resources: Any, waits: bool) -> Any:
         if todo == "long":
             time.sleep(3600)
         return os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -40,7 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import files
-from harness.decode import memory, opening
+from harness.decode import memory, session
 from harness.decode import store as copies
 from harness.decode.memory import PinnedSlab
 from harness.model.attach import attach, checked_decoder
@@ -529,7 +529,7 @@ def fake_gpu() -> Iterator[Trace]:
         for kind in (JITFunction, InterpretedFunction):
             patch.setattr(kind, "run", lambda kernel, *args, **kwargs: trace.launch(kernel, *args, **kwargs))
         patch.setattr(copies, "_memcpy_2d", trace.rectangle)
-        patch.setattr(opening, "PinnedSlab", FakeSlab)
+        patch.setattr(session, "PinnedSlab", FakeSlab)
         patch.setattr(files, "available_memory", lambda: 2**50)
         patch.setattr("harness.model.attach.model_digest", lambda model: object())  # another each time
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**40, 2**40))

@@ -71,10 +71,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
     monkeypatch.setattr(models, "load_model", load_model)
     monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code=False: Path("snapshots/1"))
-    monkeypatch.setattr(rows, "revision", lambda path, part, fetch, has_options=False: "1")
-    for name, run_of_kind in (("evaluation", "tasks"), ("perplexity", "perplexity"), ("long_decode", "long_decode")):
+    monkeypatch.setattr(rows, "revision", lambda config, fetch: "1")
+    for name, kinds in (("evaluation", "tasks turns"), ("perplexity", "perplexity")):
         module = ModuleType(f"harness.scoring.{name}")
-        setattr(module, f"run_{run_of_kind}", runs)
+        for kind in kinds.split():
+            setattr(module, f"run_{kind}", runs)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return runs
 

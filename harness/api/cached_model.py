@@ -47,7 +47,7 @@ from harness.model.calls import replaced_forward, replaced_method
 from harness.model.generation import Settings, require_count, short
 from harness.model.passes import require_eager
 from harness.model.prompts import positions_of
-from harness.replay.session import ReplaySession
+from harness.replay.session import Setup
 from harness.settings.config import Placement
 from methods.base import Calibration, Method, TokenCounts
 from methods.codecs.split import CacheCodec
@@ -383,6 +383,7 @@ class CachedModel:
             )
         more = 1 if labels is None else 0
         method = self._method_at([(prompt, length + more) for length in lengths])
+        setup = Setup(method, self.codec, self.calibration, self.gpu_cache)
         reads, scored, decoded = ReadStats(), [], torch.zeros_like(real)
         for row, length in enumerate(lengths):
             first = int(real[row].long().argmax())
@@ -395,15 +396,7 @@ class CachedModel:
             text = ids[row : row + 1, first:end]
             within = torch.ones_like(text, dtype=torch.bool)
             final = torch.tensor([length + more], device=ids.device)
-            session = ReplaySession(
-                self.attached,
-                method,
-                final_lengths=final,
-                num_columns=length,
-                codec=self.codec,
-                calibration=self.calibration,
-                gpu_cache=self.gpu_cache,
-            )
+            session = setup.replay(self.attached, final, length)
             dense = session.prefill(text[:, :prompt], within[:, :prompt])
             hidden = session.decode(text[:, prompt:], within[:, prompt:])
             session.reads.check_fired()
@@ -449,15 +442,12 @@ class CachedModel:
         """The session of a batch; real: bool [batch, prompt], False for padding."""
         prompts = real.sum(-1).tolist()
         method = self._method_at([(prompt, prompt + max_new_tokens) for prompt in prompts])
-        return LiveSession(
+        setup = Setup(method, self.codec, self.calibration, self.gpu_cache)
+        return setup.live(
             self.attached,
-            method,
-            max_new_tokens=max_new_tokens,
-            codec=self.codec,
+            max_new_tokens,
             placement=self.placement,
             link=self.link,
-            calibration=self.calibration,
-            gpu_cache=self.gpu_cache,
             pinned=self.pinned,
         )
 

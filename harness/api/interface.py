@@ -32,7 +32,7 @@ from harness.files import stated_memory
 from harness.model.attach import digest_of, unchanged
 from harness.model.load import LoadedModel, from_memory
 from harness.model.resources import Resources
-from harness.results.columns import are_parts
+from harness.results.columns import whole_tasks
 from harness.results.record import read_record
 from harness.results.samples import full_runs
 from harness.results.table_rows import frames_of
@@ -370,7 +370,7 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     rows = frames_of(records, partial(full_runs, *folders))["accuracy"]
     configs = {record["run_id"]: record["config"] for record in records}
     lines = []
-    for run, of_run in rows[~are_parts(rows)].groupby("run_id", sort=False):
+    for run, of_run in whole_tasks(rows).groupby("run_id", sort=False):
         first = of_run.iloc[0]
         line = first[["label", "method", "settings"]].to_dict()
         line["asked_budget"] = configs[run]["budget"] or math.nan

@@ -20,8 +20,7 @@ from harness.model.budgets import resident_share
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
 from harness.model.tiny import VOCAB_SIZE
-from harness.replay.session import ReplaySession
-from harness.replay.setup import Setup
+from harness.replay.session import ReplaySession, Setup
 from methods.base import Method, QueryRows, Selection
 from methods.codecs.split import CacheCodec
 from methods.evicting import EvictingState
@@ -92,11 +91,7 @@ def open_replay(
     attached: Attached, setup: Setup, real: Tensor, more_columns: int = 0, **options: Any
 ) -> ReplaySession:
     """A replay session for a batch of `token_batch`; options: of `ReplaySession`."""
-    options |= {"codec": setup.codec, "calibration": setup.calibration}
-    num_columns = real.shape[1] + more_columns
-    return ReplaySession(
-        attached, setup.method, final_lengths=real.sum(-1), num_columns=num_columns, **options
-    )
+    return setup.replay(attached, real.sum(-1), real.shape[1] + more_columns, **options)
 
 
 def replayed_result(session: ReplaySession, hidden: Tensor) -> Result:
@@ -108,8 +103,7 @@ def replayed_result(session: ReplaySession, hidden: Tensor) -> Result:
 
 def open_live(attached: Attached, setup: Setup, steps: int = STEPS, **options: Any) -> LiveSession:
     """A live session; options: of `LiveSession`."""
-    options |= {"codec": setup.codec, "calibration": setup.calibration}
-    return LiveSession(attached, setup.method, max_new_tokens=steps, **options)
+    return setup.live(attached, steps, **options)
 
 
 def force(

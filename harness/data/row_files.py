@@ -15,24 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import UserError, shortened
+from harness.errors import UserError, refused
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-KINDS = {
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    dict: "an object",
-}
-"""Types of JSON values but null, in words."""
-MAX_FIELDS = 1000
-"""Fields of a file's rows: with 100,000 a data set takes minutes."""
-SHOWN = 40
-"""Letters of a value that a refusal repeats at most."""
 
 
 def read_json(
@@ -40,112 +26,57 @@ def read_json(
 ) -> Dataset:
     """The rows of one or several files: JSON lines, or a list of objects.
 
-    fields: that no row may lack. inside: the key of a file's one object under which the list is.
+    fields: that no row may lack, since a prompt would say None. inside: the key of a file's one
+    object under which the list is.
 
     Raises:
-        UserError: a file is missing or empty; a line or row (named by number) is no JSON object
-        with all of `fields`, has too many fields, holds something else in a field than those before
-        it, or a value that no data set holds unchanged.
+        UserError: a file is missing, empty or no JSON (line by number); a row lacks a field, or
+        holds a value that no data set holds unchanged.
     """
     import datasets
 
     rows: list[dict[str, Any]] = []
-    places: list[str] = []
     for path in paths:
-        numbered = _checked(path, fields, inside)
-        places += numbered
-        rows += numbered.values()
+        for number, row in enumerate(_parsed(path, inside), 1):
+            lacking = [field for field in fields if row.get(field) is None]
+            if lacking:
+                raise UserError(f"{path}, row {number}: field {lacking[0]!r} is missing")
+            rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
-    if not names:
-        raise UserError(f"{paths[0]}: its rows have no fields")
-    columns = [_column(name, [row.get(name) for row in rows], places) for name in names]
-    return datasets.concatenate_datasets(columns, axis=1)
+    columns = [_column(f"{paths[0]}", name, [row.get(name) for row in rows]) for name in names]
+    with refused(f"{paths[0]}: has no rows with fields"):
+        return datasets.concatenate_datasets(columns, axis=1)
 
 
-def _checked(path: Path, fields: Sequence[str], inside: str | None) -> dict[str, dict[str, Any]]:
-    """The rows of a file of JSON by their places in words. Raises UserError as `read_json`."""
-    try:
+def _parsed(path: Path, inside: str | None) -> list[dict[str, Any]]:
+    with refused(f"{path}: cannot be read"):
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).rstrip()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if not text:
-        raise UserError(f"{path}: the file is empty")
-    is_whole = inside is not None or text.startswith(b"[")
-    unit = "row" if is_whole else "line"
-    if is_whole:
-        found = _parsed(text, f"{path}")
-        found = found.get(inside) if isinstance(found, dict) else found
-        if not isinstance(found, list) or not found:
-            raise UserError(f"{path}: expected a list of objects{f' as {inside}' * bool(inside)}")
-    else:
-        lines = text.split(b"\n")
-        found = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
-    rows: dict[str, dict[str, Any]] = {}
-    kinds: dict[str, tuple[str, int]] = {}
-    for number, row in enumerate(found, 1):
-        place = f"{path}, {unit} {number}"
-        if not isinstance(row, dict):
-            raise UserError(f"{place}: expected an object")
-        for field in fields:
-            if row.get(field) is None:
-                raise UserError(f"{place}: field {field!r} is missing")
-        for field, value in row.items():
-            if value is None:
-                continue
-            kind = KINDS[type(value)]
-            first, at = kinds.setdefault(field, (kind, number))
-            if kind != first:
-                raise UserError(
-                    f"{place}: field {field!r} holds {kind}, but {first} in {unit} {at}"
-                )
-        if len(kinds) > MAX_FIELDS:
-            raise UserError(f"{place}: {len(kinds):,} fields; allowed: up to {MAX_FIELDS:,}")
-        rows[place] = row
+    if inside is not None or text.startswith(b"["):
+        with refused(f"{path}: expected a list of objects"):
+            whole = json.loads(text)
+            return [dict(row) for row in (whole if inside is None else whole[inside])]
+    rows = []
+    for number, line in enumerate(text.split(b"\n"), 1):
+        with refused(f"{path}, line {number}: expected an object of JSON"):
+            rows.append(dict(json.loads(line)))
     return rows
 
 
-def _parsed(text: bytes, place: str) -> Any:
-    try:
-        return json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: not JSON, {error}") from None
+def _column(place: str, name: str, values: Sequence[Any]) -> Dataset:
+    """One field of all rows. Raises UserError where a data set changes a value."""
+    from datasets import Dataset, Features, Json
 
-
-def _refuse_constant(word: str) -> None:
-    raise ValueError(f"which has no {word}")
-
-
-def _column(name: str, values: Sequence[Any], places: Sequence[str]) -> Dataset:
-    """One field of all rows. Raises UserError for a value that changes in a data set."""
-    from datasets import Features, Json
-
-    as_json = [value if value is None else json.dumps(value) for value in values]
-    column = _unchanged(name, values, values, None)
-    if column is None:
-        column = _unchanged(name, values, as_json, Features({name: Json()}))
-    if column is not None:
-        return column
-    changed = next(
-        number
-        for number, text in enumerate(as_json)
-        if _unchanged(name, [values[number]], [text], Features({name: Json()})) is None
-    )
-    shown = shortened(str(as_json[changed]), SHOWN)
+    written = json.dumps(values)  # tells 12 from 12.0
+    texts = [value if value is None else json.dumps(value) for value in values]
+    for given, types in ((values, None), (texts, Features({name: Json()}))):
+        with contextlib.suppress(Exception):  # of Arrow, which has many
+            column = Dataset.from_dict({name: given}, features=types)
+            if json.dumps(column[name][:]) == written:
+                return column
     raise UserError(
-        f"{places[changed]}: field {name!r} holds {shown}, which changes on its way to a prompt; "
-        "write the field as plain text in every row"
+        f"{place}: field {name!r} holds a value that changes on its way to a prompt; write the "
+        "field as plain text in every row"
     )
-
-
-def _unchanged(name: str, values: Sequence[Any], given: Sequence[Any], types: Any) -> Any:
-    """The data set of one field, made of `given`; None where its values are then not `values`."""
-    from datasets import Dataset
-
-    with contextlib.suppress(Exception):  # of Arrow, which has many
-        column = Dataset.from_dict({name: given}, features=types)
-        if json.dumps(column[name][:]) == json.dumps(values):  # which tells 12 from 12.0
-            return column
-    return None
 
 
 def read_csv(paths: Sequence[Path], options: Mapping[str, Any]) -> Dataset:

@@ -1,19 +1,5 @@
-"""Where the rows of a task come from: files below `data.root`, named as on the hub, or data sets of
-the hub.
-
-A task of one's own may name its files itself (`dataset_path: json`, `dataset_kwargs: {data_files:
-...}`, or a folder as `dataset_path: ./DIR`). These are read whatever `data` is. Else a split is one
-file, `SPLIT.jsonl`, `SPLIT.json` or `SPLIT.parquet` (JSON lines or parquet), or several,
-`SPLIT-*.parquet`, in the first of these folders, or in its `data`, that has the split which is
-scored:
-
-    ROOT/<dataset_path>/<dataset_name>    such as cais/mmlu/abstract_algebra
-    ROOT/<last part of dataset_path>/<dataset_name>    mmlu/abstract_algebra
-    ROOT/<dataset_name>    abstract_algebra
-    ROOT/<task>    mmlu_abstract_algebra
-
-Where a data set has one part only (no name, `main` or `default`) the folder may lack it:
-`gsm8k/test.jsonl`.
+"""Where the rows of a task come from: files below `data.root`, named as on the hub, data sets of
+the hub, or files that a task's YAML names itself; "Where data come from" in docs/tasks.md.
 
 Rows of the hub in its local cache are used without asking the hub: a repeated run is the same and
 needs no network. If rows are missing and the hub is out of reach, the error is one line within
@@ -22,18 +8,15 @@ seconds.
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from glob import escape, glob
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from harness.data.row_files import read_csv, read_json
-from harness.errors import UserError, reason, refused
+from harness.errors import UserError, refused
 from harness.model.source import refusal
 from harness.settings.config import RunConfig
 
@@ -77,23 +60,11 @@ class Source(NamedTuple):
     rows: TaskRows = {}
     files: Files = {}
 
-    def place(self, split: str | None) -> str:
-        """Where a split lies, in words."""
+    def row(self, split: str | None, number: int) -> str:
+        """Row `number` of a split, from 0, in words that count from 1, as lines do."""
         files = self.files.get(str(split), [])
-        if not files:
-            return f"{self.name}, split {split}"
-        return str(
-            files[0] if len(files) == 1 else files[0].with_name(f"{split}-*{files[0].suffix}")
-        )
-
-    def row(self, split: str | None, number: int, *, made: bool) -> str:
-        """Row `number` of a split in words: its file and line, or row from 0. made: Python beside
-        the YAML may leave out rows or reorder them."""
-        place = self.place(split)
-        if made:
-            return f"{place}, row {number} of those that process_docs makes"
-        is_lines = place.endswith((".json", ".jsonl")) and split in self.files
-        return f"{place}, line {number + 1}" if is_lines else f"{place}, row {number}"
+        place = f"{files[0]}" if files else f"{self.name}, split {split}"
+        return f"{place}, row {number + 1}"
 
 
 def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
@@ -101,18 +72,15 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
     resolved.
 
     Raises:
-        UserError: a file that is missing, empty or malformed, a hub that cannot be reached, or too
-        few examples.
+        UserError: a file that is missing or malformed, a hub that cannot be reached, or too few
+        examples.
     """
-    if own_files(own) is not None:
+    if names_files(own):
         source = _named_source(task, own)
     elif config.data.name == "local":
         files = find_files(str(config.data.root), task, own)
-        with no_network():
-            rows = {
-                split: _read(split, paths, template_fields(own)) for split, paths in files.items()
-            }
-        source = Source("data=local", rows, files)
+        rows = {split: _read(split, paths, template_fields(own)) for split, paths in files.items()}
+        source = Source(f"data.root={config.data.root}", rows, files)
     else:
         source = Source(f"data=hub: {own.get('dataset_path')}", hub_rows(task, own))
     _require_examples(task, own, source)
@@ -122,12 +90,15 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
 def _require_examples(task: str, own: Mapping[str, Any], source: Source) -> None:
     """Raise UserError where a split has fewer rows than lm-eval draws of it as examples."""
     shots, split = own["num_fewshot"], example_split(own)
-    in_yaml = (own.get("fewshot_config") or {}).get("samples") is not None
-    if not shots or (in_yaml and not own.get("fewshot_split")):
+    in_yaml = (own.get("fewshot_config") or {}).get("samples")
+    if not shots or callable(in_yaml):
         return
-    count = len(source.rows.get(str(split), ()))
-    # lm-eval draws one more, lest the row that is asked be among them, where both are equal.
-    needed = shots + (own.get("fewshot_split") == own.get("test_split"))
+    if in_yaml is not None and not own.get("fewshot_split"):
+        count, needed = len(in_yaml), shots
+    else:
+        count = len(source.rows.get(str(split), ()))
+        # lm-eval draws one more, lest the row that is asked be among them, where both are equal.
+        needed = shots + (own.get("fewshot_split") == own.get("test_split"))
     if count < needed:
         raise UserError(
             f"num_fewshot={shots}: {task} has {count} rows of its split {split or 'train'} in "
@@ -135,29 +106,35 @@ def _require_examples(task: str, own: Mapping[str, Any], source: Source) -> None
         )
 
 
-def own_files(config: Mapping[str, Any]) -> Files | None:
-    """The files of this machine that a task's YAML names itself, by split; None where it names
-    none.
-
-    As in lm-eval, relative paths begin in the working folder. Those of a folder have no split: "".
-    """
+def names_files(config: Mapping[str, Any]) -> bool:
+    """Whether a task's YAML names files or a folder of this machine."""
     path = str(config.get("dataset_path") or "")
-    if path.startswith(("/", "./", "../")):
-        return {"": [file for file in sorted(Path(path).rglob("*")) if file.is_file()]}
-    options = config.get("dataset_kwargs") or {}
-    named = options.get("data_files")
-    if path not in LOADERS or not named:
-        return None
-    files: dict[str, list[Path]] = {}
-    for split, given in (named if isinstance(named, Mapping) else {"train": named}).items():
-        patterns = [given] if isinstance(given, str) else list(given)
-        if any("://" in pattern for pattern in patterns):
-            return None
-        whole = [str(Path(options.get("data_dir") or "") / pattern) for pattern in patterns]
-        files[str(split)] = [
-            Path(found) for pattern in whole for found in sorted(glob(pattern)) or [pattern]
-        ]
-    return files
+    named = (config.get("dataset_kwargs") or {}).get("data_files")
+    is_folder = path.startswith(("/", "./", "../"))
+    return is_folder or (path in LOADERS and bool(named) and "://" not in str(named))
+
+
+def own_files(config: Mapping[str, Any]) -> Files:
+    """The files of this machine that a task's YAML names, by split, as `datasets` finds them. As in
+    lm-eval, relative paths begin in the working folder. Raises UserError for a missing one."""
+    return _files_of(_builder(config))
+
+
+def _files_of(builder: Any) -> Files:
+    by_split = builder.config.data_files.items()
+    return {str(split): [Path(path) for path in paths] for split, paths in by_split}
+
+
+def _unreadable(config: Mapping[str, Any]) -> str:
+    return f"tasks={config.get('task')}: the files that its YAML names cannot be read"
+
+
+def _builder(config: Mapping[str, Any]) -> Any:
+    import datasets
+
+    given = (config["dataset_path"], config.get("dataset_name"))
+    with no_network(), refused(_unreadable(config)):
+        return datasets.load_dataset_builder(*given, **hub_options(config))
 
 
 def _named_source(task: str, config: Mapping[str, Any]) -> Source:
@@ -165,37 +142,20 @@ def _named_source(task: str, config: Mapping[str, Any]) -> Source:
     one."""
     import datasets
 
-    files = own_files(config) or {}
-    missing = [path for paths in files.values() for path in paths if not path.is_file()]
-    if missing or not any(files.values()):
-        where = missing[0] if missing else config.get("dataset_path")
-        raise UserError(
-            f"tasks={task}: its YAML names {where}, but there is no such file in {Path.cwd()}"
-        )
-    logging.getLogger("datasets").setLevel(
-        logging.CRITICAL
-    )  # its log of a bad file is in the error
-    given = (config["dataset_path"], config.get("dataset_name"))
-    with no_network(), refused(f"tasks={task}: the files that its YAML names cannot be read"):
-        builder = datasets.load_dataset_builder(*given, **hub_options(config))
-        of_splits = {
-            str(split): [Path(path) for path in paths]
-            for split, paths in builder.config.data_files.items()
-        }
+    builder = _builder(config)
+    files = _files_of(builder)
+    with no_network(), refused(_unreadable(config)):
         if builder.name == "json":
             about = (template_fields(config), builder.config.field)
-            rows = {split: read_json(paths, *about) for split, paths in of_splits.items()}
+            rows = {split: read_json(paths, *about) for split, paths in files.items()}
         elif builder.name == "csv":
             options = builder.config.pd_read_csv_kwargs
-            rows = {split: read_csv(paths, options) for split, paths in of_splits.items()}
+            rows = {split: read_csv(paths, options) for split, paths in files.items()}
         else:
-            rows = datasets.load_dataset(*given, **hub_options(config))
-    lines = {
-        split: paths
-        for split, paths in of_splits.items()
-        if [path.suffix for path in paths] == [".jsonl"]
-    }
-    return Source(f"task {task}", rows, lines)
+            rows = datasets.load_dataset(
+                config["dataset_path"], config.get("dataset_name"), **hub_options(config)
+            )
+    return Source(f"task {task}", rows, files)
 
 
 def _read(split: str, paths: Sequence[Path], fields: Sequence[str]) -> Dataset:
@@ -203,16 +163,9 @@ def _read(split: str, paths: Sequence[Path], fields: Sequence[str]) -> Dataset:
 
     if paths[0].suffix != ".parquet":
         return read_json(paths, fields)
-    logging.getLogger("datasets").setLevel(
-        logging.CRITICAL
-    )  # its log of a bad file is in the error
-    try:
-        return datasets.load_dataset(
-            "parquet", data_files={split: [str(path) for path in paths]}, split=split
-        )
-    except Exception as error:  # of Arrow
-        said = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        raise UserError(f"{paths[0]}: cannot be read ({reason(said)})") from error
+    files = {split: [str(path) for path in paths]}
+    with no_network(), refused(f"{paths[0]}: cannot be read"):
+        return datasets.load_dataset("parquet", data_files=files, split=split)
 
 
 # Files
@@ -312,7 +265,7 @@ def no_network() -> Iterator[None]:
 
     before, verbosity = (config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE), logging.get_verbosity()
     config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)  # the log of a bad file is in its error
     try:
         yield
     finally:
@@ -332,15 +285,10 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
     """
     from huggingface_hub import constants, get_session
 
-    try:
-        with no_network():
-            return load()
-    except ImportError:
-        raise
-    except Exception:
-        # `datasets` has many for rows that are not cached, or not whole; online it says what is
-        # wrong.
-        pass
+    # `datasets` has many errors for rows that are not cached, or not whole; online it says what is
+    # wrong.
+    with suppress(Exception), no_network():
+        return load()
     why = "not cached, and "
     try:
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
@@ -357,45 +305,19 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
         ) from error
 
 
-def revision(
-    path: str, part: str | None, fetch: Callable[[], object], *, has_options: bool = False
-) -> str:
-    """The commit on the hub of a data set's cached rows; `fetch` puts rows into the cache where
-    there are none. "" where it leaves none there.
+def revision(config: Mapping[str, Any], fetch: Callable[[], object]) -> str:
+    """The commit on the hub of the rows that `datasets` has in its cache for a task's settings;
+    `fetch` puts rows there where there are none. "" where it leaves none there. Raises as
+    `from_hub`."""
+    import datasets
 
-    part: its configuration, None for the only one. has_options: it is loaded with other settings as
-    well. Raises as `from_hub`.
-    """
-    found = _cached_revision(path, part, has_options)
-    if found is None:
+    def cached() -> str:
+        given = (config.get("dataset_path"), config.get("dataset_name"))
+        with no_network(), suppress(Exception):  # of which `datasets` has many for missing rows
+            return str(datasets.load_dataset_builder(*given, **hub_options(config)).hash)
+        return ""
+
+    found = cached()
+    if not found:
         fetch()
-        found = _cached_revision(path, part, has_options)
-    return found or ""
-
-
-def _cached_revision(path: str, part: str | None, has_options: bool) -> str | None:
-    """The commit of the newest rows, which `datasets` takes offline; importing it would take a
-    second.
-
-    Rows lie in OWNER___NAME/PART/VERSION/COMMIT, names in snake case, a dash and a digest after a
-    part with options.
-    """
-    from huggingface_hub import constants
-
-    def letters(name: str) -> str:
-        return name.replace("/", "").replace("_", "").lower()
-
-    cache = Path(
-        os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
-    ).expanduser()
-    configuration = (
-        f"{escape(part or 'default')}-*" if has_options else escape(part) if part else "*"
-    )
-    made = [
-        rows
-        for folder in cache.glob("*")
-        if letters(folder.name) == letters(path)
-        for rows in folder.glob(f"{configuration}/*/*/dataset_info.json")
-        if "." not in rows.parent.name  # .incomplete: on its way, or cut short
-    ]
-    return max(made, key=lambda rows: rows.parent.stat().st_mtime_ns).parent.name if made else None
+    return found or cached()

@@ -43,7 +43,7 @@ ONE_NEEDLE = (*NEEDLES, "niah_single_2", "niah_single_3", "niah_multikey_1")
 NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")
 """The key and the value of a needle."""
 TURNS = 8
-"""Questions to a context in `kind=turns`, where it has as many needles."""
+"""Questions to a context with `prefill=both`, where it has as many needles."""
 VT_EXAMPLE_TOKENS = 500
 """Tokens that the worked example of ruler_vt may take, its answer included."""
 FWE_LEAST_TOKENS = 200
@@ -88,7 +88,7 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     for length in lengths:
         wanted = count // len(lengths)
         of_length = _rows_that_fit(task, length, wanted, config.seed, loaded, max_gen_toks)
-        if config.kind == "turns" and task in ONE_NEEDLE:
+        if config.prefill == "both" and task in ONE_NEEDLE:
             contexts, of_length = of_length, []
             for number, row in enumerate(contexts):
                 of_length += turns(row, f"{config.seed}/{number}")
@@ -220,17 +220,12 @@ def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> li
     of_tokenizer = text_sha256(whole, str(tokenizer("").input_ids))
     key = text_sha256("rows", digest(task), task, str(length), str(seed), of_tokenizer)
     note = cache_dir() / "ruler" / f"{task}-{length}-{key[:32]}.json"
-    try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-        are_rows = isinstance(known, list) and all(isinstance(row, dict) for row in known)
-        if are_rows and len(known) >= count:
-            return known[:count]
-    except (OSError, ValueError, RecursionError):
-        pass
-    made = make(task, length, count, seed, tokenizer)
-    with contextlib.suppress(OSError), replacing(note) as scratch:
-        scratch.write_text(json.dumps(made), encoding="utf-8")
-    return made
+    known = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else []
+    if len(known) < count:
+        known = make(task, length, count, seed, tokenizer)
+        with contextlib.suppress(OSError), replacing(note) as scratch:
+            scratch.write_text(json.dumps(known), encoding="utf-8")
+    return known[:count]
 
 
 def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:

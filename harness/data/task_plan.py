@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import io
 import json
 import logging
@@ -18,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import lm_eval.tasks
 from lm_eval.api.group import Group
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
@@ -26,10 +26,9 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from tqdm import tqdm
 
 from harness.data import ruler, squad_metrics
-from harness.data.rows import layout, own_files
-from harness.errors import UserError, missing, nearest, refused
+from harness.data.rows import layout, names_files
+from harness.errors import UserError, nearest, refused
 from harness.files import cache_dir, replacing, text_sha256
-from harness.model.budgets import warn_once
 from harness.model.shape import read_yaml
 from harness.settings.config import RunConfig
 from harness.settings.task_config import AIME_TASKS, OFFLINE_TASKS, RULER_TASKS, TASKS
@@ -78,25 +77,23 @@ class Suite(NamedTuple):
 
 def check_names(names: Iterable[str], include_path: str | None) -> None:
     """Raise UserError for a name that neither the project, lm-eval nor the folder `include_path`
-    knows."""
+    knows: a file in it that lm-eval leaves out because it cannot be read may be the one meant."""
     others = [name for name in names if name not in TASKS]
     for name in others:
         if name.endswith((".yaml", ".yml")):
-            raise UserError(f"tasks={name}: is a file; {_as_a_name(Path(name))}")
-    known = packaged() | of_folder(include_path, others) if others else {}
+            folder = Path(name).parent
+            raise UserError(
+                f"tasks={name}: is a file; tasks go by the name in it: include_path={folder} "
+                "tasks=[NAME]"
+            )
+    known = packaged() | of_folder(include_path) if others else {}
     for name in others:
-        if name not in known:
-            raise UserError(f"tasks={name}: {nearest(name, dict.fromkeys((*TASKS, *known)))}")
-
-
-def _as_a_name(path: Path) -> str:
-    """How the task of a YAML file is asked for."""
-    task = "NAME"
-    with contextlib.suppress(Exception):  # the file is not there, or no YAML
-        own = load_yaml(path, resolve_func=False)
-        task = str(own.get("group") or own["task"])
-    folder = path.parent
-    return f"tasks go by the name in it: include_path={folder} tasks=[{task}]"
+        if name in known:
+            continue
+        for path in sorted(Path(include_path).rglob("*.yaml")) if include_path else ():
+            with refused(f"tasks={name}: is unknown, and {path} cannot be read"):
+                load_yaml(path, resolve_func=False)
+        raise UserError(f"tasks={name}: {nearest(name, dict.fromkeys((*TASKS, *known)))}")
 
 
 def version() -> str:
@@ -106,21 +103,17 @@ def version() -> str:
 
 def location() -> Path:
     """The folder of lm-eval's own task YAML."""
-    spec = importlib.util.find_spec("lm_eval")
-    assert spec is not None and spec.origin is not None, "lm-eval is a dependency"
-    return Path(spec.origin).parent / "tasks"
+    return Path(lm_eval.tasks.__file__).parent
 
 
 def packaged() -> dict[str, Entry]:
     """lm-eval's tasks, groups and tags.
 
     `TaskManager` takes ten seconds to parse its 14,000 files: its index is kept in the cache
-    folder, for this version of lm-eval at this place. A missing or damaged file there is made anew.
+    folder, for this version of lm-eval at this place.
     """
     note = cache_dir() / "tasks" / f"{text_sha256(version(), str(location()))[:32]}.json"
-    with contextlib.suppress(
-        OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError
-    ):
+    if note.is_file():
         return _entries(note.read_text())
     print(f"{note}: listing lm-eval's tasks once, which takes a while", file=sys.stderr)
     found = _index(location()).items()
@@ -141,25 +134,9 @@ def _entries(note: str) -> dict[str, Entry]:
     }
 
 
-def of_folder(folder: str | None, names: Iterable[str]) -> dict[str, Entry]:
-    """The tasks, groups and tags in the YAML of a user's own folder.
-
-    A file there that cannot be read is left out, with a warning. UserError where it is called as
-    one of `names`, or holds one: it may be meant.
-    """
-    if folder is None:
-        return {}
-    root = Path(folder).resolve()
-    for path in sorted(root.rglob("*.yaml")):
-        try:
-            with refused(f"include_path={folder}: {path} cannot be read"):
-                load_yaml(path, resolve_func=False)
-        except UserError as error:
-            text = path.read_bytes().decode("utf-8", errors="replace")
-            if any(name == path.stem or name in text for name in names):
-                raise
-            warn_once(f"{error}; it is left out")
-    return _index(root)
+def of_folder(folder: str | None) -> dict[str, Entry]:
+    """The tasks, groups and tags in the YAML of a user's own folder."""
+    return {} if folder is None else _index(Path(folder).resolve())
 
 
 def _index(root: Path) -> dict[str, Entry]:
@@ -213,7 +190,7 @@ class _Planner(TaskFactory):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(meta=dict(config.task.metadata))
         self._config = config
-        self._folder = of_folder(config.task.include_path, config.tasks)
+        self._folder = of_folder(config.task.include_path)
         self._asked = ""
 
     def find(self, name: str) -> Leaf | Group | list[Leaf]:
@@ -255,14 +232,9 @@ class _Planner(TaskFactory):
             why_not = self._why_not(entry.name, task)  # before any of its Python is loaded
             if why_not:
                 raise UserError(f"{where}{why_not}")
-            try:
-                with (
-                    redirect_stdout(io.StringIO()),
-                    redirect_stderr(io.StringIO()),
-                ):  # prints of an import
-                    config = self._load_full_config(entry, overrides)
-            except ImportError as error:
-                raise UserError(f"{where}{missing(error)}") from error
+            nowhere = io.StringIO()
+            with redirect_stdout(nowhere), redirect_stderr(nowhere):  # prints of an import
+                config = self._load_full_config(entry, overrides)
         if getattr(config.get("class"), "MULTIMODAL", False):
             raise UserError(f"{where}{NEEDS_MEDIA}")
         if self._executes_nothing(entry.name):
@@ -279,7 +251,7 @@ class _Planner(TaskFactory):
         if task.get("doc_to_image") or task.get("doc_to_audio"):
             return NEEDS_MEDIA
         makes_rows = name in self._folder and Leaf(name, dict(task)).makes_rows
-        if self._config.data.name != "offline" or makes_rows or own_files(task) is not None:
+        if self._config.data.name != "offline" or makes_rows or names_files(task):
             return None
         why_not = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub"
         if Leaf(name, dict(task)).makes_rows:
@@ -301,9 +273,6 @@ class _Planner(TaskFactory):
         a leaf too."""
         members: Any = raw_cfg.get("task")
         for place, member in enumerate(members if isinstance(members, list) else []):
-            if isinstance(member, str) and member not in registry:
-                known = nearest(member, registry)
-                raise UserError(f"tasks={group_name}: its member {member} is unknown; {known}")
             if isinstance(member, dict) and "task" in member and member["task"] not in registry:
                 name = f"{group_name}::{member['task']}"
                 registry[name] = Entry(name, Kind.TASK, None, cfg=member | {"task": name})

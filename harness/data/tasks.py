@@ -1,19 +1,16 @@
 """Tasks of lm-eval with their rows, each of which is tried before a model answers.
 
 `harness.data.task_plan` finds them. `load_suite` builds them: lm-eval's YAML says prompts, filters
-and metrics, and lm-eval's own classes carry them out; here is decided where the rows come from. A
-task that makes its own rows (`custom_dataset`, or a Python class) is left to do so.
+and metrics, and lm-eval's own classes carry them out; here is decided where the rows come from.
 
 lm-eval counts a row whose answer is none of its choices as wrong, and shows the last choice as the
-answer of -1, with a warning at best. Here such a row is refused, and so is one on which lm-eval, or
-the task's own Python, fails.
+answer of -1, with a warning at best. Here such a row is refused.
 """
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -32,7 +29,7 @@ from harness.data.rows import (
     source_of,
 )
 from harness.data.task_plan import Leaf, Suite, plan
-from harness.errors import UserError, missing, reason
+from harness.errors import UserError, reason, refused
 from harness.settings.config import RunConfig
 from harness.settings.task_config import AIME_TASKS, REASONING_TASKS, RULER_TASKS
 
@@ -45,8 +42,6 @@ NUMPY_SEED = 1234
 of lm-eval."""
 EXAMPLE_ROLES = ("training_split", "validation_split", "fewshot_split")
 """Splits that a task does without where they are not among its local files."""
-HOOKS = ("fewshot_context", "construct_requests", "process_results")
-"""Where lm-eval makes requests of a row, and judges its answer."""
 NO_LABEL = -1
 """The missing label of a `ClassLabel` on the hub."""
 
@@ -76,19 +71,9 @@ def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
     name = leaf.task_name
     random.seed(config.seed)
     np.random.seed(NUMPY_SEED + config.seed)
-    source = Source(f"task {name}")
-    try:
-        source = source if leaf.makes_rows else source_of(name, leaf.config, config)
+    source = Source(f"task {name}") if leaf.makes_rows else source_of(name, leaf.config, config)
+    with refused(f"tasks={name}: lm-eval cannot build it from the rows of {source.name}"):
         task = _make(leaf, config, loaded, source.rows)
-    except UserError:
-        raise
-    except ImportError as error:
-        raise UserError(f"tasks={name}: {missing(error)}") from error
-    except Exception as error:  # of lm-eval, or of the task's own Python
-        place = source.place(scored_split(leaf.config))
-        raise UserError(
-            f"{place}: tasks={name}: lm-eval cannot build it from these rows ({reason(error)})"
-        ) from error
     task.set_fewshot_seed(FEWSHOT_SEED + config.seed)
     _check_rows(task, leaf, source, config.num_samples_of(name))
     return task
@@ -151,55 +136,29 @@ def _check_rows(task: Task, leaf: Leaf, source: Source, limit: int | None) -> No
 
     Raises:
         UserError: the first row of which no question can be made, or whose answer is none of its
-            choices; names its file and line. Later, where the task draws an example, makes requests
-            or judges an answer, alike.
+            choices; names its file and row.
     """
     settings = task.config.to_dict() if isinstance(task, ConfigurableTask) else {}
-    asked, made = scored_split(settings), bool(settings.get("process_docs"))
+    kinds: set[str] = set()
 
     def refusal(problem: str, split: str | None, number: int) -> UserError:
-        return UserError(
-            f"{source.row(split, number, made=made)}: tasks={task.task_name}: {problem}"
-        )
+        return UserError(f"{source.row(split, number)}: tasks={task.task_name}: {problem}")
 
     def problem_of(doc: Any, templates: Any = None) -> str | None:
         try:
+            if _has_own_class(task):
+                kinds.update(_kinds_of_requests(task, doc))
             return _unlabelled(task, doc, leaf.labels) or _unanswerable(task, doc, templates)
         except Exception as error:  # a template's, or of the task's own Python
-            return f"no prompt can be made of it ({reason(error)})"
+            return f"no question can be made of it ({reason(error)})"
 
-    kinds: set[str] = set()
     for number, doc in task.doc_iterator(limit=limit):
-        problem = problem_of(doc)
-        if problem is None and _has_own_class(task):
-            try:
-                kinds |= _kinds_of_requests(task, doc)
-            except Exception as error:  # of the task's own Python
-                problem = f"no request can be made of it ({reason(error)})"
-        if problem is not None:
-            raise refusal(problem, asked, int(number))
+        if problem := problem_of(doc):
+            raise refusal(problem, scored_split(settings), int(number))
     if kinds == {"loglikelihood"}:
         task.OUTPUT_TYPE = (
             "multiple_choice"  # lm-eval takes a class for one whose answers are texts
         )
-
-    def naming_the_row(hook: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(hook)
-        def named(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(*args, **kwargs)
-            except UserError:
-                raise
-            except Exception as error:  # of lm-eval, or of the task's own Python
-                number = _number_of(kwargs.get("doc", args[0] if args else None), task.eval_docs)
-                raise refusal(
-                    f"lm-eval's {hook.__name__} fails ({reason(error)})", asked, number
-                ) from error
-
-        return named
-
-    for name in HOOKS:
-        setattr(task, name, naming_the_row(getattr(task, name)))
     sampler = getattr(task, "sampler", None)
     if sampler is None:
         return
@@ -216,10 +175,7 @@ def _check_rows(task: Task, leaf: Leaf, source: Source, limit: int | None) -> No
 
 
 def _number_of(doc: Any, docs: Iterable[Any]) -> int:
-    for number, other in enumerate(docs):
-        if other == doc:
-            return number
-    return 0
+    return next(number for number, other in enumerate(docs) if other == doc)
 
 
 def _unlabelled(task: Task, doc: Any, labels: Sequence[Any]) -> str | None:

@@ -4,19 +4,8 @@ A text is read whole as UTF-8, neither stripped nor rejoined, and tokenized in o
 special tokens. Windows and calibration are slices of that one sequence, so a file always gives the
 same tokens in every experiment. Each slice stands behind the tokens with which the tokenizer starts
 a text (`start_ids`), if it has any: models such as Gemma were never trained without. They count as
-tokens of the slice.
-
-    offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12
-               ship different versions of it, which is why a record carries the sha256 of the text
-    code       modules of Python's own library (`CODE_MODULES`), which differ by version as well
-    headers    C headers of NumPy (`C_HEADERS`), which differ by its version
-    book       Pride and Prejudice, the file `BOOK_FILE` below data.root
-    wikitext2  the test split of wikitext-2-raw-v1, its rows joined with a blank line: the
-               convention behind published perplexities; the same tokens from the original file and
-               from the hub
-    random     a number of words, of which a model with random weights makes random ids
-               (`harness.model.random_ids`)
-    FILE       `corpus.path=FILE`, as it is
+tokens of the slice. docs/tasks.md lists the texts, of which some depend on Python's version: a
+record carries the sha256 of its text.
 """
 
 import io
@@ -57,34 +46,26 @@ def offline_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def random_text() -> str:
-    """A text whose words are counted, not read."""
-    return "random " * RANDOM_WORDS
-
-
-def code_text() -> str:
-    """The sources of `CODE_MODULES` as this interpreter has them, joined by blank lines.
+def named_text(name: str) -> str:
+    """One of the texts `WITHOUT_DATA`: the sources of `CODE_MODULES` as this interpreter has them,
+    `C_HEADERS` as the installed NumPy has them, words that are counted, not read
+    (`harness.model.random_ids`), or the offline text.
 
     Raises:
         UserError: this Python came without the sources of its library.
     """
-    library = Path(sysconfig.get_path("stdlib"))
-    files = [library / f"{module}.py" for module in CODE_MODULES]
-    return "\n\n".join(read_text(file, "corpus=code, file") for file in files)
+    if name == "random":
+        return "random " * RANDOM_WORDS
+    if name == "code":
+        library = Path(sysconfig.get_path("stdlib"))
+        files = [library / f"{module}.py" for module in CODE_MODULES]
+    elif name == "headers":
+        from numpy import get_include
 
-
-def headers_text() -> str:
-    """`C_HEADERS` as the installed NumPy has them, joined by blank lines."""
-    from numpy import get_include
-
-    folder = Path(get_include()) / "numpy"
-    return "\n\n".join(read_text(folder / name, "corpus=headers, file") for name in C_HEADERS)
-
-
-def named_text(name: str) -> str:
-    """One of the texts `WITHOUT_DATA`."""
-    texts = {"code": code_text, "headers": headers_text, "random": random_text}
-    return texts.get(name, offline_text)()
+        files = [Path(get_include()) / "numpy" / header for header in C_HEADERS]
+    else:
+        return offline_text()
+    return "\n\n".join(read_text(file, f"corpus={name}, file") for file in files)
 
 
 def read_text(path: str | Path, setting: str) -> str:
@@ -151,7 +132,11 @@ def calibration_text(calibration: CalibrationConfig) -> str:
 def token_ids(text: str, tokenizer: Any) -> list[int]:
     """Ids of a piece of text, tokenized in one call without special tokens; UserError without a
     tokenizer (None)."""
-    require_tokenizer(tokenizer)
+    if tokenizer is None:
+        raise UserError(
+            "this model has no tokenizer, so it cannot read text: choose one that has, such as "
+            "smollm2-135m"
+        )
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -179,15 +164,6 @@ def start_ids(tokenizer: Any) -> list[int]:
         f"the tokenizer makes {whole} of {PROBE!r} and {plain} without special tokens: where its "
         "special tokens stand cannot be told; give the model another tokenizer"
     )
-
-
-def require_tokenizer(tokenizer: Any) -> None:
-    """Raise UserError without a tokenizer (None)."""
-    if tokenizer is None:
-        raise UserError(
-            "this model has no tokenizer, so it cannot read text: choose one that has, such as "
-            "smollm2-135m"
-        )
 
 
 def corpus_ids(corpus: CorpusConfig, data: DataConfig, tokenizer: Any) -> list[int]:

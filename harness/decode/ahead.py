@@ -7,7 +7,7 @@ each other layer requests one part of their rows for the next step (`AheadPart`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from harness.decode.cache import Fetch, Fetcher
 from harness.decode.links import Link
@@ -47,15 +47,6 @@ class AheadPart:
         self.number = number
         self.num_parts = num_parts
         self.fetchers = fetchers
-
-    def fork(self, forked: Mapping[Fetcher, Fetcher]) -> AheadPart:
-        """The same part of the forks of its fetchers."""
-        fetchers = []
-        for fetcher in self.fetchers:
-            own = forked[fetcher]
-            assert isinstance(own, AheadFetcher), "a fork is of the same kind"
-            fetchers.append(own)
-        return AheadPart(self.number, self.num_parts, fetchers)
 
     def request(self, count: int) -> None:
         """Request the part of the first `count` slots of all dense layers."""

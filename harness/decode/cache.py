@@ -1,26 +1,20 @@
 """One layer's cache in live decoding: which token lies in which slot, and which rows are on their
 way to the device.
 
-`LayerCache` serves a layer that sees every token; `harness.decode.resident` has the caches that
-leave some rows on the device. Slots are filled in the order of the columns. Where a method evicts,
-its state knows the token of each slot: after the prompt the kept tokens move to the first slots,
-and a freed slot takes a later row. The number of slots in use is the method's arithmetic
-(`Method.tokens_kept`), so no step asks the device.
+Slots are filled in the order of the columns. Where a method evicts, its state knows the token of
+each slot: after the prompt the kept tokens move to the first slots, and a freed slot takes a later
+row. The number of slots in use is the method's arithmetic (`Method.tokens_kept`), so no step asks
+the device.
 
-A layer's `Fetcher` brings its rows. Under host placement a request starts a transfer into one of
-the device's two buffers (`harness.decode.share`), for the layer that computes and the next one.
-Under other placements whole layers are read in place. Behind a head's rows a buffer has room for
-the step's own row, so that attention finds all rows in one piece. Two other fetchers have files of
-their own: one is the GPU cache (`harness.decode.gpu_cache`), and one brings the rows of the
-dense layers in parts (`harness.decode.ahead`).
+A layer's `Fetcher` brings its rows: behind a link by a transfer into one of the device's buffers;
+else whole layers are read in place. Behind a head's rows a buffer has room for the step's own row,
+so that attention finds all rows in one piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -90,13 +84,6 @@ class Fetcher:
         """Bytes that stay on the device under every placement, buffers aside."""
         return 0
 
-    def fork(self, share: DeviceShare) -> Self:
-        """A fetcher of the same rows for a fork of its share, before any request."""
-        child = copy(self)
-        child.share = share
-        child.fetch = None
-        return child
-
     def request_first(self, count: int) -> None:
         """Request the first `count` slots of every head. Without a link they are read in place."""
         if self.share.link is None:
@@ -155,8 +142,8 @@ class Fetcher:
         assert fetch is not None, "rows are requested before they are taken"
         for ticket, num_rows in fetch.moving:
             ticket.wait()
-            self.share.loaded.add(num_rows, self.store.slot_bytes)
-            self.share.block_bytes += ticket.block_bytes
+            self.share.traffic.loaded.add(num_rows, self.store.slot_bytes)
+            self.share.traffic.block_bytes += ticket.block_bytes
         if fetch.shared is not None:
             self.share.free.append(fetch.shared)
         return fetch
@@ -173,7 +160,7 @@ class LayerCache:
     rows are stored in the compute dtype and no method looks at their scores or weighs an estimate
     beside them. attends_by_kernels: kernels attend to the rows as they are stored, coded ones, or
     exact ones beside an estimate.
-    Set by `harness.decode.opening`: following: the next layer that fetches rows. earlier: state of
+    Set by the session: following: the next layer that fetches rows. earlier: state of
     the layer before, maybe on another device.
     Set in each step: last_query: [batch, heads, 1, head_dim], if the next step selects by it.
     """
@@ -210,15 +197,6 @@ class LayerCache:
         self.following: LayerCache | None = None
         self.earlier: State | None = None
         self.last_query: Tensor | None = None
-
-    def fork(self, share: DeviceShare) -> Self:
-        """A cache over the same slots for a fork of its share. `following` and `earlier` are set by
-        the session."""
-        child = copy(self)
-        child.share, child.batch = share, share.batch
-        child.state = None if self.state is None else share.state
-        child.fetcher = self.fetcher.fork(share)
-        return child
 
     @property
     def replaces_rows(self) -> bool:
@@ -285,11 +263,8 @@ class LayerCache:
 
         query: [batch, heads, 1, head_dim]. true_scores: None for a method that names rows.
         """
-        state, number = self.state, self.policy.number
-        assert state is not None, "only a layer with a state selects"
-        earlier = self.earlier
-        if earlier is not None and earlier is not state:
-            state.take_over(earlier)
+        assert self.state is not None, "only a layer with a state selects"
+        take_over(self.state, self.earlier)
         own, tokens = self.slots_in_use(), self.slots()
         self.fetcher.note_tokens(tokens, self.evicts)
         rows = QueryRows(
@@ -300,9 +275,7 @@ class LayerCache:
             own_slots=self.batch.slots[..., own : own + 1],
             true_scores=true_scores or _no_scores,
         )
-        selection = state.select(number, rows)
-        check_selection(selection, state, rows)
-        return selection
+        return select(self.state, self.policy.number, rows)
 
     # Fetch
 
@@ -322,7 +295,7 @@ class LayerCache:
         fetch, slots = self.fetcher.request_selected(mask, most)
         if fetch.moving and self.policy.when == "own_query":
             _, num_rows = fetch.moving[-1]
-            self.share.late.add(num_rows, self.store.slot_bytes)
+            self.share.traffic.late.add(num_rows, self.store.slot_bytes)
         if selection.bias is not None:
             num_heads, group = slots.shape[1], selection.bias.shape[2]
             index = slots.clamp(min=0)[:, :, None, None].expand(-1, -1, group, -1, -1)
@@ -397,8 +370,23 @@ class LayerCache:
         if link is None:
             store.write(rows, target)
             return None
-        self.share.written.add(store.num_rows(moved), store.slot_bytes)
+        self.share.traffic.written.add(store.num_rows(moved), store.slot_bytes)
         return link.write_back(store, rows, target)
+
+
+def take_over(state: State, earlier: State | None) -> None:
+    """Hand on to a state what later layers need of that of the layer before, if it lies on another
+    device."""
+    if earlier is not None and earlier is not state:
+        state.take_over(earlier)
+
+
+def select(state: State, number: int, rows: QueryRows) -> Selection:
+    """A method's selection in a layer, checked. Raises UserError for what is wrong in a user's own
+    method."""
+    selection = state.select(number, rows)
+    check_selection(selection, state, rows)
+    return selection
 
 
 def _no_scores() -> Tensor:

@@ -23,7 +23,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -66,7 +66,7 @@ class Disk(AbstractContextManager["Disk"]):
         self.buffer = _aligned(0)
         self.bytes_read = 0
         self.bytes_written = 0
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
+        self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
         self._require_direct()
 
     def new_file(self, num_blocks: int) -> DiskFile:
@@ -79,39 +79,9 @@ class Disk(AbstractContextManager["Disk"]):
         if num_blocks > len(self.buffer):
             self.buffer = _aligned(num_blocks)
 
-    def each_piece(
-        self, blocks: Blocks, places: Blocks, move: Callable[[int, memoryview], None]
-    ) -> None:
-        """Call `move(offset, memory)` for each piece of neighbouring blocks, on several threads.
-
-        places: of each block in the buffer; ascending, and neighbouring where blocks are. offset:
-        bytes in the file. memory: the piece's part of the buffer. Raises the first error, once all
-        threads have ended.
-        """
-        pieces = _pieces(blocks, places)
-        memory = self.buffer.reshape(-1).data
-
-        def move_share(share: list[Piece]) -> None:
-            for piece in share:
-                begin = piece.place * BLOCK_BYTES
-                end = begin + piece.num_blocks * BLOCK_BYTES
-                move(piece.first * BLOCK_BYTES, memory[begin:end])
-
-        num_threads = min(NUM_THREADS, len(pieces) // PIECES_OF_A_THREAD)
-        if num_threads < 2:
-            move_share(pieces)
-            return
-        running = []
-        for number in range(num_threads):
-            running.append(self._pool.submit(move_share, pieces[number::num_threads]))
-        for share in running:
-            share.exception()  # waits
-        for share in running:
-            share.result()
-
     def close(self) -> None:
         """End the threads and free the buffer. Idempotent."""
-        self._pool.shutdown()
+        self.pool.shutdown()
         self.buffer = _aligned(0)
 
     def __exit__(self, *_: object) -> None:
@@ -153,7 +123,7 @@ class DiskFile(AbstractContextManager["DiskFile"]):
         return self.num_blocks * BLOCK_BYTES
 
     def read(self, blocks: Blocks, places: Blocks) -> None:
-        """Read blocks to their places in the disk's buffer, as `Disk.each_piece` takes them."""
+        """Read blocks to their places in the disk's buffer, as `_move` takes them."""
         self._move(os.preadv, blocks, places)
         self.disk.bytes_read += len(blocks) * BLOCK_BYTES
 
@@ -174,19 +144,38 @@ class DiskFile(AbstractContextManager["DiskFile"]):
     def _move(
         self, call: Callable[[int, list[memoryview], int], int], blocks: Blocks, places: Blocks
     ) -> None:
-        """Let the system's `call(file, memory, offset)` move each piece of the blocks."""
+        """Let the system's `call(file, memory, offset)` move each piece of neighbouring blocks, on
+        several threads.
+
+        places: of each block in the disk's buffer; ascending, and neighbouring where blocks are.
+        Raises the first error, once all threads have ended.
+        """
         if self._file is None:
             raise RuntimeError("the file is closed")
         file = self._file.fileno()
+        pieces = _pieces(blocks, places)
+        memory = self.disk.buffer.reshape(-1).data
 
-        def move(offset: int, memory: memoryview) -> None:
-            moved = call(file, [memory], offset)
-            if moved != len(memory):
-                what = f"{moved} of {len(memory)} bytes moved at byte {offset}"
-                raise OSError(errno.EIO, what)
+        def move(share: list[Piece]) -> None:
+            for piece in share:
+                begin, offset = piece.place * BLOCK_BYTES, piece.first * BLOCK_BYTES
+                num_bytes = piece.num_blocks * BLOCK_BYTES
+                moved = call(file, [memory[begin : begin + num_bytes]], offset)
+                if moved != num_bytes:
+                    what = f"{moved} of {num_bytes} bytes moved at byte {offset}"
+                    raise OSError(errno.EIO, what)
 
+        num_threads = min(NUM_THREADS, len(pieces) // PIECES_OF_A_THREAD)
         try:
-            self.disk.each_piece(blocks, places, move)
+            if num_threads < 2:
+                move(pieces)
+                return
+            running = []
+            for number in range(num_threads):
+                running.append(self.disk.pool.submit(move, pieces[number::num_threads]))
+            wait(running)
+            for thread in running:
+                thread.result()
         except OSError as error:
             raise self._refused(error) from error
 

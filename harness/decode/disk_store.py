@@ -11,15 +11,14 @@ rows reach the disk once a block, and a row that replaces another one costs a re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.decode.disk import BLOCK_BYTES, Blocks, Disk, DiskFile
+from harness.decode.disk import BLOCK_BYTES, Blocks, DiskFile
 from harness.decode.memory import PinnedSlab
 from harness.decode.store import Chosen, KVStore, RowFormat, SlotRequest
 
@@ -29,46 +28,6 @@ layer's scattered rows in 2.0 ms, one of 0 in 3.4."""
 
 Bytes = NDArray[np.int64]
 """Byte offsets."""
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Where the rows of a layer lie, in bytes from the layer's beginning."""
-
-    batch: int
-    num_kv_heads: int
-    capacity: int
-    slot_bytes: int
-
-    @property
-    def number(self) -> int:
-        """Of lines."""
-        return self.batch * self.num_kv_heads
-
-    @property
-    def line_blocks(self) -> int:
-        """Blocks of a line."""
-        return -(-self.capacity * self.slot_bytes // BLOCK_BYTES)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all lines."""
-        return self.number * self.line_blocks
-
-    def offsets(self, heads: Bytes, slots: Bytes) -> Bytes:
-        """The first byte of rows. heads: of each row, counted over the batch; slots: alike."""
-        return heads * self.line_blocks * BLOCK_BYTES + slots * self.slot_bytes
-
-    def blocks(self, first: int, end: int) -> Blocks:
-        """Blocks from `first` to `end` of every line."""
-        begins = np.arange(self.number) * self.line_blocks
-        return (begins[:, None] + np.arange(first, end)).reshape(-1)
-
-    def rows(self, memory: Tensor, num_columns: int, begin: int) -> Tensor:
-        """Rows [batch, num_kv_heads, num_columns, slot_bytes] as a view of `memory`, uint8 [lines,
-        n], in each line of which the first column begins at byte `begin`."""
-        rows = memory[:, begin : begin + num_columns * self.slot_bytes]
-        return rows.view(self.batch, self.num_kv_heads, num_columns, self.slot_bytes)
 
 
 class Listed(NamedTuple):
@@ -81,37 +40,27 @@ class Listed(NamedTuple):
 
 
 class DiskStore(KVStore):
-    """Slots in a file.
+    """Slots in a file, a line for each sequence and KV head.
+
+    line_blocks: blocks of a line; num_blocks: of all.
 
     Set by the writes: is_stored: bool [num_blocks], True where the file has the latest bytes.
     open_blocks: blocks that the last write touched in part, ascending; opened: what they hold,
     uint8 [n, BLOCK_BYTES].
     """
 
-    def __init__(
-        self,
-        row_format: RowFormat,
-        *,
-        batch: int,
-        num_kv_heads: int,
-        capacity: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            row_format,
-            batch=batch,
-            num_kv_heads=num_kv_heads,
-            capacity=capacity,
-            placement="disk",
-            device=device,
-        )
-        self.lines = Lines(batch, num_kv_heads, capacity, self.slot_bytes)
-        self.nbytes = self.lines.num_blocks * BLOCK_BYTES
+    file: DiskFile
+    """Where the slots lie, from `place_in` on."""
+
+    def __init__(self, row_format: RowFormat, **shape: Any) -> None:
+        super().__init__(row_format, placement="disk", **shape)
+        self.line_blocks = -(-self.capacity * self.slot_bytes // BLOCK_BYTES)
+        self.num_blocks = self.heads * self.line_blocks
+        self.nbytes = self.num_blocks * BLOCK_BYTES
         self._unit_bytes = math.gcd(self.slot_bytes, BLOCK_BYTES)
-        self.is_stored = np.zeros(self.lines.num_blocks, bool)
+        self.is_stored = np.zeros(self.num_blocks, bool)
         self.open_blocks: Blocks = np.empty(0, np.int64)
         self.opened = np.empty((0, BLOCK_BYTES), np.uint8)
-        self._file: DiskFile | None = None
         self._first_block = 0
 
     def allocate(self, slab: PinnedSlab | None = None) -> KVStore:
@@ -119,11 +68,10 @@ class DiskStore(KVStore):
 
     def place_in(self, file: DiskFile, first_block: int) -> None:
         """Use the blocks of a file from `first_block` on."""
-        self._file = file
+        self.file = file
         self._first_block = first_block
 
     def free(self) -> None:
-        self._file = None
         self.open_blocks, self.opened = self.open_blocks[:0], self.opened[:0]
 
     def clear(self) -> None:
@@ -133,7 +81,7 @@ class DiskStore(KVStore):
 
     def load(self, request: SlotRequest, rows: Tensor) -> int:
         """As `KVStore.load`; returns the bytes read from the disk."""
-        disk = self._disk()
+        disk = self.file.disk
         before = disk.bytes_read
         if isinstance(request, Chosen):
             self._load_chosen(_listed(request), rows)
@@ -146,10 +94,9 @@ class DiskStore(KVStore):
         first_byte = begin * self.slot_bytes
         end_byte = end * self.slot_bytes
         first, last = first_byte // BLOCK_BYTES, -(-end_byte // BLOCK_BYTES)
-        blocks = self.lines.blocks(first, last)
+        blocks = self._blocks_of_lines(first, last)
         self._bring(blocks, np.arange(len(blocks)))
-        lines = self._memory(len(blocks)).view(self.lines.number, -1)
-        rows.copy_(self.lines.rows(lines, end - begin, first_byte - first * BLOCK_BYTES))
+        rows.copy_(self._columns(len(blocks), end - begin, first_byte - first * BLOCK_BYTES))
 
     def _load_chosen(self, chosen: Listed, rows: Tensor) -> None:
         if not len(chosen.slots):
@@ -167,7 +114,7 @@ class DiskStore(KVStore):
 
     def write(self, rows: Tensor, at: int | Chosen) -> int:
         """As `KVStore.write`; returns the bytes written to the disk."""
-        disk = self._disk()
+        disk = self.file.disk
         before = disk.bytes_written
         if isinstance(at, int):
             self._write_columns(rows, at)
@@ -182,12 +129,11 @@ class DiskStore(KVStore):
         first, last = first_byte // BLOCK_BYTES, -(-end_byte // BLOCK_BYTES)
         of_line = np.arange(first, last) * BLOCK_BYTES
         is_whole = (of_line >= first_byte) & (of_line + BLOCK_BYTES <= end_byte)
-        blocks = self.lines.blocks(first, last)
-        whole = np.tile(is_whole, self.lines.number)
-        self._disk().reserve(len(blocks))
+        blocks = self._blocks_of_lines(first, last)
+        whole = np.tile(is_whole, self.heads)
+        self.file.disk.reserve(len(blocks))
         self._bring(blocks[~whole], np.flatnonzero(~whole))
-        lines = self._memory(len(blocks)).view(self.lines.number, -1)
-        self.lines.rows(lines, num_columns, first_byte - first * BLOCK_BYTES).copy_(rows)
+        self._columns(len(blocks), num_columns, first_byte - first * BLOCK_BYTES).copy_(rows)
         self._keep(blocks, whole)
 
     def _write_chosen(self, rows: Tensor, chosen: Listed) -> None:
@@ -206,7 +152,7 @@ class DiskStore(KVStore):
     def _keep(self, blocks: Blocks, is_whole: NDArray[np.bool_]) -> None:
         """Take over the buffer's blocks: whole ones go to the disk, others stay in memory. Those
         that stayed before and are not among them go to the disk too."""
-        disk, file = self._disk(), self._opened_file()
+        disk, file = self.file.disk, self.file
         in_part = blocks[~is_whole]
         opened = disk.buffer[: len(blocks)][~is_whole]
         file.write(blocks[is_whole] + self._first_block, np.flatnonzero(is_whole))
@@ -225,11 +171,11 @@ class DiskStore(KVStore):
 
     def _bring(self, blocks: Blocks, places: Blocks) -> None:
         """Let the disk's buffer hold `blocks` at `places`."""
-        disk = self._disk()
+        disk = self.file.disk
         if len(places):
             disk.reserve(int(places[-1]) + 1)
         is_stored = self.is_stored[blocks]
-        self._opened_file().read(blocks[is_stored] + self._first_block, places[is_stored])
+        self.file.read(blocks[is_stored] + self._first_block, places[is_stored])
         if is_stored.all():
             return
         others, their_places = blocks[~is_stored], places[~is_stored]
@@ -240,7 +186,7 @@ class DiskStore(KVStore):
 
     def _touched(self, offsets: Bytes) -> Blocks:
         """The blocks in which rows lie, each once."""
-        mask = np.zeros(self.lines.num_blocks, bool)
+        mask = np.zeros(self.num_blocks, bool)
         first = offsets // BLOCK_BYTES
         last = (offsets + self.slot_bytes - 1) // BLOCK_BYTES
         mask[last] = True
@@ -253,16 +199,29 @@ class DiskStore(KVStore):
         is_wide = np.diff(blocks) > GAP_BLOCKS + 1
         begins = blocks[np.append(True, is_wide)]
         ends = blocks[np.append(is_wide, True)]
-        change = np.zeros(self.lines.num_blocks + 1, np.int8)
+        change = np.zeros(self.num_blocks + 1, np.int8)
         change[begins] += 1
         change[ends + 1] -= 1
         return np.flatnonzero(change.cumsum())
 
+    def _blocks_of_lines(self, first: int, end: int) -> Blocks:
+        """Blocks from `first` to `end` of every line."""
+        begins = np.arange(self.heads) * self.line_blocks
+        return (begins[:, None] + np.arange(first, end)).reshape(-1)
+
+    def _columns(self, num_blocks: int, num_columns: int, begin: int) -> Tensor:
+        """Rows [batch, num_kv_heads, num_columns, slot_bytes] in the first blocks of the disk's
+        buffer, which are parts of lines: a view from byte `begin` of each."""
+        lines = self._memory(num_blocks).view(self.heads, -1)
+        rows = lines[:, begin : begin + num_columns * self.slot_bytes]
+        return rows.view(self.batch, self.num_kv_heads, num_columns, self.slot_bytes)
+
     def _offsets(self, chosen: Listed) -> Bytes:
+        """The first byte of each row."""
         highest = int(chosen.slots.max())
         if highest >= self.capacity:
             raise IndexError(f"slot {highest} is beyond the capacity of {self.capacity} slots")
-        return self.lines.offsets(chosen.heads, chosen.slots)
+        return chosen.heads * self.line_blocks * BLOCK_BYTES + chosen.slots * self.slot_bytes
 
     def _unit_index(self, blocks: Blocks, offsets: Bytes) -> Tensor:
         """Where rows lie in the buffer that holds `blocks`, row by row, in `_units`: int64 [n]."""
@@ -279,15 +238,7 @@ class DiskStore(KVStore):
 
     def _memory(self, num_blocks: int) -> Tensor:
         """The first blocks of the disk's buffer, uint8 [num_blocks, BLOCK_BYTES]."""
-        return torch.from_numpy(self._disk().buffer[:num_blocks])
-
-    def _disk(self) -> Disk:
-        return self._opened_file().disk
-
-    def _opened_file(self) -> DiskFile:
-        if self._file is None:
-            raise RuntimeError("the store lies in no file")
-        return self._file
+        return torch.from_numpy(self.file.disk.buffer[:num_blocks])
 
 
 def _listed(chosen: Chosen) -> Listed:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Sequence
 from copy import copy
 from functools import cache
-from typing import Self
 
 import numpy as np
 import torch
@@ -126,12 +125,6 @@ class GpuCacheFetcher(Fetcher):
         self.buffer = share.new_buffer(store, max(rooms))
         self.tokens = share.batch.tokens[:, None]
 
-    def fork(self, share: DeviceShare) -> Self:
-        child = super().fork(share)
-        child.gpu_cache = self.gpu_cache.fork(torch.arange(self.store.batch, device=share.device))
-        child.tokens = share.batch.tokens[:, None]
-        return child
-
     @property
     def device_bytes(self) -> int:
         return self.gpu_cache.nbytes
@@ -146,7 +139,7 @@ class GpuCacheFetcher(Fetcher):
         self.fetch = fetch
         self.load(fetch, request)
         _, num_missed = fetch.moving[-1]
-        self.share.missed.add(num_missed, self.store.slot_bytes)
+        self.share.traffic.missed.add(num_missed, self.store.slot_bytes)
         return fetch, self.gpu_cache.slots
 
     def forget(self, slots: Tensor) -> None:
@@ -168,14 +161,8 @@ def missing_rows(
         from harness.decode.kernels import rows as kernels
 
         return kernels.missing_rows(mask, tokens, kept, age, now, most)
-    return _missing_rows_on_cpu(mask, tokens, kept, age, now, most)
-
-
-def _missing_rows_on_cpu(
-    mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int | Tensor]:
-    """`missing_rows` in numpy, whose small operations and sorts are faster than torch's on a
-    CPU. A head is a line of each array."""
+    # In numpy, whose small operations and sorts are faster than torch's on a CPU. A head is a line
+    # of each array.
     batch, heads, num_slots = mask.shape
     room = kept.shape[-1]
     lines = batch * heads

@@ -255,12 +255,6 @@ def link_of(links: Links, device: torch.device) -> Link:
     return links[device] if isinstance(links, Mapping) else links
 
 
-def leads_to_disk(links: Links) -> bool:
-    """True if it is, or they are, of a disk."""
-    several = [*links.values()] if isinstance(links, Mapping) else [links]
-    return all(isinstance(link, DiskLink) for link in several)
-
-
 def open_link(
     device: torch.device,
     *,

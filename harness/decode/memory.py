@@ -1,12 +1,8 @@
 """Host and device memory of live decoding: whether a session fits, page-locked memory, managed
 memory.
 
-A session asks for its memory before it allocates: the slots of all layers, the fetch buffers, the
-windows of local layers, the GPU cache, the peak of one layer of the prompt's dense
-pass, which is above that of a decode step, and two layers' packed rows on their way to the host. A
-method's state shows what it keeps of a prompt only in its first layer; from there on that is asked
-for too. Not counted: weights, which are loaded already, a calibration, and the scratch memory of a
-method while it reads a prompt.
+A session asks for what it allocates itself (`harness.decode.needs`) before it does. What a method
+keeps of a prompt shows only then: torch is out of memory where it does not fit.
 """
 
 from __future__ import annotations
@@ -103,32 +99,21 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
         )
 
 
-@dataclass
-class EmulatedDevice:
-    """A device of `whole` bytes that a CPU stands in for. weights: bytes that the model takes."""
-
-    whole: int
-    weights: int
-
-    def require(self, num_bytes: int) -> None:
-        """Raise NoRoomError where a session's `num_bytes` do not fit beside the weights."""
-        if self.weights + num_bytes > self.whole:
-            raise NoRoomError(
-                f"platform.device_gib={self.whole / GIB:.4g}: the weights take "
-                f"{self.weights / GIB:.3f} GiB and live decoding needs {num_bytes / GIB:.3f} GiB "
-                f"beside them; {MEMORY_HINTS}"
-            )
-
-
-_emulated: list[EmulatedDevice] = []
-"""The device that is emulated now, if any."""
+_emulated: list[tuple[int, int]] = []
+"""Bytes of the device that a CPU stands in for now, if any, and those that the weights take."""
 
 
 def require_emulated(num_bytes: int, device: torch.device) -> None:
-    """Raise UserError where `num_bytes` do not fit into the memory of the emulated device, if one
-    is emulated."""
-    if device.type == "cpu" and _emulated:
-        _emulated[-1].require(num_bytes)
+    """Raise NoRoomError where a session's `num_bytes` do not fit beside the weights into the memory
+    of the emulated device, if one is emulated."""
+    if device.type != "cpu" or not _emulated:
+        return
+    whole, weights = _emulated[-1]
+    if weights + num_bytes > whole:
+        raise NoRoomError(
+            f"platform.device_gib={whole / GIB:.4g}: the weights take {weights / GIB:.3f} GiB and "
+            f"live decoding needs {num_bytes / GIB:.3f} GiB beside them; {MEMORY_HINTS}"
+        )
 
 
 @contextmanager
@@ -141,7 +126,7 @@ def emulated_device(gib: float, weights: int) -> Iterator[None]:
             f"platform.device_gib={gib:g}: must be above {weights / GIB:.3f}, which the weights "
             "take"
         )
-    _emulated.append(EmulatedDevice(whole, weights))
+    _emulated.append((whole, weights))
     try:
         yield
     finally:

@@ -1,38 +1,38 @@
 """What a live session takes: its layers' stores and all other memory, and the largest batch that a
-device's memory holds, known without opening a session.
+device's memory holds, by arithmetic alone.
 
-`LiveSession` holds the `Plan` by which it is opened (`harness.decode.opening`); the method's state
-is sized by its own code (`harness.decode.state_sizes`).
+`LiveSession` holds the `Plan` by which it is opened; the method's state is sized by its own code
+(`harness.decode.state_sizes`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from harness.decode import memory
 from harness.decode.disk_store import DiskStore
-from harness.decode.gpu_cache import rooms
-from harness.decode.memory import DEFAULT_TUNING, Tuning
-from harness.decode.plan import num_slots, plan_memory
-from harness.decode.resident import LocalCache
-from harness.decode.share import BatchLengths
+from harness.decode.gpu_cache import GpuCache, rooms
+from harness.decode.memory import DEFAULT_TUNING, SessionBytes, Tuning
+from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
+from harness.decode.share import LAYERS_UNDER_WAY, BatchLengths
 from harness.decode.state_sizes import StateSizes, state_sizes
 from harness.decode.store import KVStore, RowFormat
 from harness.model.attached import Attached
 from harness.model.budgets import codec_of_cache
-from harness.model.policies import Policy, policies_of, require_layers
+from harness.model.policies import Policy, loses_tokens, policies_of, require_layers
 from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Method
 from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
-from methods.codecs.split import AnyCodec, CacheCodec, codec_at, mean_bits
+from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, codec_at, mean_bits
 
 CPU = torch.device("cpu")
 
@@ -63,26 +63,33 @@ class ModelSizes:
 
 
 class DeviceNeeds(NamedTuple):
-    """Bytes of a batch. All but `host` lie on the device.
+    """What the layers of a device need. Bytes, but for the first two; all but `host` and `managed`
+    lie on the device.
 
-    host: slots in host memory. slots: those on the device. aligned: what the pieces of all slots
-    take on the device, each at its own address. windows: of local layers. buffers: of fetched rows.
-    under_way: packed rows of a prompt on their way to the host. resident: exact rows, and lists of
-    the GPU cache. kept: what the state keeps of the prompt; state: all of the state, calibration
-    included. workspace: activations. weights: of the model.
+    ahead: the first layers, whose rows cross the link during the whole step before; each has a
+    buffer of its own. shared: the largest store of the other layers and the rows of each of the two
+    buffers that they use in turns; None without a link.
+    host: in host memory. managed: in either. slots: on the device; aligned: what their pieces take,
+    each at its own address. windows: of local layers. buffers: of fetched rows. under_way: packed
+    rows of a prompt on their way to the host. resident: exact rows, and lists of the GPU cache.
+    workspace: activations. kept: what the state keeps of the prompt; state: all of it, calibration
+    included. weights: of the model.
     """
 
+    ahead: Sequence[int]
+    shared: tuple[KVStore, int] | None
     host: int
+    managed: int
     slots: int
     aligned: int
     windows: int
     buffers: int
     under_way: int
     resident: int
-    kept: int
-    state: int
-    workspace: int
-    weights: int
+    workspace: int = 0
+    kept: int = 0
+    state: int = 0
+    weights: int = 0
 
     @property
     def session(self) -> int:
@@ -90,15 +97,15 @@ class DeviceNeeds(NamedTuple):
         return self.slots + self.windows + self.buffers + self.resident + self.state
 
     @property
-    def asked(self) -> int:
-        """`LiveSession.bytes_needed.device` after the prompt, without activations."""
-        of_rows = self.aligned + self.windows + self.buffers + self.under_way
-        return of_rows + self.resident + self.kept
+    def asked(self) -> SessionBytes:
+        """What a session asks for, `LiveSession.bytes_needed`, and what the state keeps."""
+        rows = self.aligned + self.windows + self.buffers + self.under_way + self.resident
+        return SessionBytes(self.host, rows + self.kept + self.workspace, self.managed)
 
     @property
     def device(self) -> int:
         """Device memory that must be there: weights, session and workspace."""
-        return self.weights + max(self.session, self.asked) + self.workspace
+        return self.weights + max(self.session + self.workspace, self.asked.device)
 
 
 @dataclass(frozen=True)
@@ -156,37 +163,97 @@ class Plan:
         Raises UserError or ValueError for a method that cannot run so.
         """
         layers = range(len(self.policies))
-        windows = sum(self.window_bytes(layer, lengths) for layer in layers)
-        stores = self.stores(lengths)
-        has_link = self.placement in BEHIND_LINK
-        plan = plan_memory(
-            stores,
-            self.policies,
-            self.method,
-            self.coded,
-            lengths,
-            self.rooms(lengths),
-            self._pass_tokens(lengths, pass_tokens) if has_link else None,
-        )
-        slots = sum(store.nbytes for store in stores.values())
-        aligned = sum(memory.aligned(store.nbytes) for store in stores.values())
+        stores, rooms = self.stores(lengths), self.rooms(lengths)
+        in_pass = self._pass_tokens(lengths, pass_tokens)
+        needs = self.device_needs(layers, stores, lengths, rooms, in_pass)
         state = self._state(lengths)
-        numbers = self.numbers
-        kept = state.by_layer[numbers[0]] * len(numbers) if state.by_layer else 0
-        on_device = self.placement == "device"
-        return DeviceNeeds(
-            host=0 if on_device else aligned,
-            slots=slots if on_device else 0,
-            aligned=aligned if on_device else 0,
-            windows=windows,
-            buffers=plan.buffers,
-            under_way=plan.under_way,
-            resident=plan.resident,
-            kept=kept,
-            state=state.whole,
+        return needs._replace(
             workspace=self.workspace(lengths, pass_tokens),
+            kept=sum(state.by_layer.values()),
+            state=state.whole,
             weights=self.model.weight_bytes,
         )
+
+    def device_needs(
+        self,
+        layers: Iterable[int],
+        stores: Mapping[int, KVStore],
+        lengths: BatchLengths,
+        rooms: Sequence[int] | None,
+        pass_tokens: int,
+    ) -> DeviceNeeds:
+        """What the layers of one device need beside activations, the method's state and weights.
+
+        stores: of those that see every token. rooms: as `rooms`. pass_tokens: tokens of the prompts
+        that pass a layer together.
+        """
+        resident = sum(self._resident(layer, stores[layer], lengths, rooms) for layer in stores)
+        ahead: list[int] = []
+        shared, buffers, under_way = None, 0, 0
+        if self.placement in BEHIND_LINK and stores:
+            policies = {layer: self.policies[layer] for layer in stores}
+            numbers = [policy.number for policy in policies.values() if policy.kind == "method"]
+            if numbers and self.reads_less:
+                ahead = [layer for layer in stores if policies[layer].kind == "full"]
+            selected = self._most_selected(lengths, numbers)
+            of_others = []
+            for layer, store in stores.items():
+                if layer in ahead:
+                    buffers += store.buffer_bytes(store.capacity)
+                else:
+                    of_others.append((store, min(selected, store.capacity)))
+                if rooms is not None and policies[layer].names_rows:
+                    buffers += store.buffer_bytes(max(rooms))  # which keeps the rows
+            shared = max(of_others, key=lambda other: other[0].buffer_bytes(other[1]))
+            buffers += 2 * shared[0].buffer_bytes(shared[1])
+            for store in stores.values():
+                tokens = min(pass_tokens, store.batch * store.capacity)
+                packed = store.num_kv_heads * tokens * store.slot_bytes
+                under_way = max(under_way, LAYERS_UNDER_WAY * packed)
+        sizes = [store.nbytes for store in stores.values()]
+        aligned = sum(map(memory.aligned, sizes))
+        # Of a disk, the blocks of a layer that cross together, and those that stay open.
+        host = {"host": aligned, "disk": 2 * max(sizes, default=0)}
+        on_device = self.placement == "device"
+        return DeviceNeeds(
+            ahead,
+            shared,
+            host=host.get(self.placement, 0),
+            managed=aligned if self.placement == "managed" else 0,
+            slots=sum(sizes) if on_device else 0,
+            aligned=aligned if on_device else 0,
+            windows=sum(self.window_bytes(layer, lengths) for layer in layers),
+            buffers=buffers,
+            under_way=under_way,
+            resident=resident,
+        )
+
+    def _most_selected(self, lengths: BatchLengths, numbers: Sequence[int]) -> int:
+        """The most tokens that a KV head reads in any of these layers under the method, in any
+        step; all of them where there is none."""
+        if not numbers:
+            return lengths.columns
+        most = 0
+        for steps in range(lengths.max_new_tokens + 1):
+            for row, number in product(lengths.rows(steps), numbers):
+                most = max(most, self.method.max_tokens_read(row, number))
+        return most
+
+    def _resident(
+        self, layer: int, store: KVStore, lengths: BatchLengths, rooms: Sequence[int] | None
+    ) -> int:
+        """Bytes of a layer that stay on the device beside slots, buffers and state
+        (`LayerCache.device_bytes`)."""
+        codec, policy, method = store.codec, self.policies[layer], self.method
+        if isinstance(codec, SplitCodec) and codec.residual:
+            return ResidualCache.bytes_of(store, codec)
+        num_bytes = 0
+        if rooms is not None and policy.names_rows:
+            num_bytes += GpuCache.bytes_of(rooms, store.num_kv_heads)
+        if policy.kind == "method" and method.keeps_keys:
+            most = max(method.tokens_resident(row, policy.number) for row in lengths.rows(0))
+            num_bytes += ValuesCache.bytes_of(store, most, lengths.max_new_tokens)
+        return num_bytes
 
     def rooms(self, lengths: BatchLengths) -> list[int] | None:
         """Rows of each sequence that stay on the device, with `gpu_cache`."""
@@ -201,39 +268,47 @@ class Plan:
         elements = sizes.num_kv_heads * (sizes.head_dim + sizes.value_dim)
         return LocalCache.bytes_of(sizes.policy.window, lengths, elements, self.model.dtype)
 
-    def stores(self, lengths: BatchLengths) -> dict[int, KVStore]:
-        """The store of each layer that sees every token, without memory."""
-        found = {}
-        for layer, policy in enumerate(self.policies):
-            if policy.window is None:
-                found[layer] = self.store(layer, lengths)
-        return found
-
-    def store(
+    def stores(
         self,
-        layer: int,
         lengths: BatchLengths,
+        layers: Iterable[int] | None = None,
         device: torch.device = CPU,
         tuning: Tuning = DEFAULT_TUNING,
-    ) -> KVStore:
-        """The store of a layer that sees every token, without memory. device: where the layer
-        computes; tuning: of the link to it. Dense layers store rows as they are, here and in
-        replay."""
-        sizes = self.model.layers[layer]
-        codec = self.codec_of(sizes.policy)
-        capacity = num_slots(self.method, sizes.policy, codec, lengths)
-        row_format = RowFormat(
-            codec, sizes.head_dim, self.model.dtype, sizes.value_dim, sizes.values_in_keys
-        )
-        on_disk = self.placement == "disk"
-        new = DiskStore if on_disk else partial(KVStore, placement=self.placement, tuning=tuning)
-        return new(
-            row_format,
-            batch=len(lengths.prompts),
-            num_kv_heads=sizes.num_kv_heads,
-            capacity=capacity,
-            device=device,
-        )
+    ) -> dict[int, KVStore]:
+        """The store of each layer that sees every token, of `layers` or of all, without memory.
+
+        device: where they compute; tuning: of the link to it. Dense layers store rows as they are,
+        here and in replay.
+        """
+        stores = {}
+        for layer in range(len(self.policies)) if layers is None else layers:
+            sizes = self.model.layers[layer]
+            if sizes.policy.window is not None:
+                continue
+            codec = self.codec_of(sizes.policy)
+            row_format = RowFormat(
+                codec, sizes.head_dim, self.model.dtype, sizes.value_dim, sizes.values_in_keys
+            )
+            on_disk = self.placement == "disk"
+            host_or_device = partial(KVStore, placement=self.placement, tuning=tuning)
+            stores[layer] = (DiskStore if on_disk else host_or_device)(
+                row_format,
+                batch=len(lengths.prompts),
+                num_kv_heads=sizes.num_kv_heads,
+                capacity=self.num_slots(sizes.policy, lengths),
+                device=device,
+            )
+        return stores
+
+    def num_slots(self, policy: Policy, lengths: BatchLengths) -> int:
+        """Slots of a layer's store, of each sequence and KV head. Those of tokens that leave the
+        cache for good are used again."""
+        codec, rows = self.codec_of(policy), lengths.rows(lengths.max_new_tokens)
+        if policy.kind == "method" and loses_tokens(self.method):
+            return max(self.method.tokens_kept(row, policy.number) for row in rows)
+        if codec.residual:
+            return max(codec.stored(row.cached) for row in rows)
+        return lengths.columns
 
     def workspace(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> int:
         """Bytes of the activations of one layer: in a pass over `pass_tokens` of the prompts'
@@ -280,8 +355,7 @@ class Plan:
                     numbered[policy.number] = policy
 
             def capacity_of(number: int) -> int:
-                policy = numbered[number]
-                return num_slots(self.method, policy, self.codec_of(policy), lengths)
+                return self.num_slots(numbered[number], lengths)
 
             self.of_state[key] = state_sizes(
                 self.method,

@@ -8,8 +8,7 @@ under every method and placement.
 
 from __future__ import annotations
 
-from copy import copy, deepcopy
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,12 +138,6 @@ class ResidualCache(LayerCache):
         if self.batch.is_padded:
             # Slots of a shorter sequence are read before they are written, and must be numbers.
             store.clear()
-
-    def fork(self, share: DeviceShare) -> Self:
-        child = super().fork(share)
-        # A view stays a view: where keys hold the values, in the copy as well.
-        child.keys, child.values, child.rows = deepcopy((self.keys, self.values, self.rows))
-        return child
 
     @staticmethod
     def num_ring_rows(codec: SplitCodec) -> int:
@@ -291,14 +284,6 @@ class LocalCache:
         self.ring_rows = self.num_ring_rows(self.window, batch.tokens.shape[1])
         self.keys = self.values = torch.empty(0)
         self.tokens = batch.tokens.new_full((len(batch.tokens), self.ring_rows), EMPTY)
-
-    def fork(self, batch: TokenBatch) -> LocalCache:
-        """A copy for a fork of its batch."""
-        child = copy(self)
-        child.batch = batch
-        child.keys, child.values = self.keys.clone(), self.values.clone()
-        child.tokens = self.tokens.clone()
-        return child
 
     @staticmethod
     def num_ring_rows(window: Window, columns: int) -> int:

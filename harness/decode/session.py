@@ -1,10 +1,5 @@
-"""Live decoding: prefill, then one token a step through two memories.
-
-Under host placement the cache of every layer that sees every token lies in host memory. A layer's
-rows are requested while the previous layer computes: everything that is kept, or what a predicted
-query there selects. A method that selects by the layer's own query requests them in the layer
-itself and waits. Rows of the dense layers, where the others read less, cross during the step
-before. `harness.decode.step` is the page on which a step can be read.
+"""Live decoding: prefill, then one token a step through two memories. `harness.decode.step` is the
+page on which a step can be read.
 
     with attach(model) as attached, open_link(attached.device) as link:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
@@ -13,44 +8,46 @@ before. `harness.decode.step` is the page on which a step can be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
-from copy import copy
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from copy import copy, deepcopy
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from harness.decode import memory
-from harness.decode.ahead import AheadPart
+from harness.decode.ahead import AheadFetcher, AheadPart
 from harness.decode.cache import Fetcher, LayerCache
-from harness.decode.links import Link, Links, LinkUse, leads_to_disk, link_of
-from harness.decode.memory import PinnedSlab
+from harness.decode.disk import Disk
+from harness.decode.disk_store import DiskStore
+from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
+from harness.decode.links import DiskLink, Link, Links, LinkUse, link_of
+from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
 from harness.decode.needs import Plan, sizes_of
-from harness.decode.opening import Opening
-from harness.decode.resident import LocalCache
-from harness.decode.session_sizes import SessionSizes
-from harness.decode.share import DeviceShare, TokenBatch, Traffic
+from harness.decode.reads import StepReads
+from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
+from harness.decode.share import DeviceShare, RowCount, TokenBatch, Traffic
 from harness.decode.step import DecodeStep
-from harness.decode.step_reads import StepReads
-from harness.decode.store import KVStore
+from harness.decode.store import KVStore, indices
 from harness.decode.timeline import StepClock, Timeline
 from harness.errors import UserError
 from harness.model.attached import Attached
 from harness.model.attention import ROW_BACKENDS
 from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
 from harness.model.passes import launching_on, require_codable
-from harness.model.policies import evicts, new_states
+from harness.model.policies import Policy, new_states
 from harness.model.prompts import PASS_TOKENS, prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
-from methods.base import Calibration, Method
-from methods.codecs.split import CacheCodec
+from methods.base import Calibration, Method, State
+from methods.codecs.split import CacheCodec, SplitCodec
 
 
-class LiveSession(SessionSizes):
+class LiveSession:
     """One batch of sequences under one method, decoded one token a step.
 
     max_new_tokens: generated tokens, so that T = real prompt tokens + max_new_tokens. codec: of the
@@ -64,8 +61,9 @@ class LiveSession(SessionSizes):
     for combinations without meaning.
 
     Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
-    every token. reads: what the steps read on the device. bytes_needed: memory that was asked for;
-    activations: the part of it that a pass takes.
+    every token; parts: the layers that request a part of the dense layers' rows. reads: what the
+    steps read on the device. traffic: what crossed the links. bytes_needed: memory that was asked
+    for; activations: the part of it that a pass takes.
     link_uses: how busy each link was, from the end of the prompt to that of the last step.
     clock: when the prompt and each step ended. is_fork: see `fork`.
     """
@@ -89,8 +87,6 @@ class LiveSession(SessionSizes):
         crosses = placement in BEHIND_LINK
         if crosses and link is None:
             raise ValueError(f"placement={placement}: needs a link")
-        if (placement == "disk") != (link is not None and leads_to_disk(link)):
-            raise ValueError(f"placement={placement}: a DiskLink goes with placement=disk, alone")
         if placement == "managed" and len(attached.devices) > 1:
             raise UserError(
                 "placement=managed: the model lies on several devices; allowed there: device, host"
@@ -114,6 +110,7 @@ class LiveSession(SessionSizes):
         self.slabs = {} if slabs is None else slabs
         self.timeline = timeline or Timeline(attached.device)
         self.shares: dict[torch.device, DeviceShare] = {}
+        self.traffic = Traffic(attached.device)
         self.caches: list[LayerCache | LocalCache] = []
         self.stores: list[KVStore] = []
         self.parts: dict[LayerCache, AheadPart] = {}
@@ -121,7 +118,7 @@ class LiveSession(SessionSizes):
         self.clock = StepClock(attached.device)
         self.link_uses: list[LinkUse] = []
         self.model_cache = attached.new_cache()
-        self.bytes_needed = memory.SessionBytes(0, 0)
+        self.bytes_needed = SessionBytes(0, 0)
         self.activations = 0
         self.is_fork = False
         self._prompt_rows: dict[KVStore, Tensor] = {}
@@ -129,11 +126,10 @@ class LiveSession(SessionSizes):
     def _new_reads(self) -> StepReads:
         return StepReads(
             self.attached.geometry,
-            self.method.dense_layers,
+            self.method,
             self.codec,
             element_bytes=self.attached.dtype.itemsize,
             device=self.attached.devices[0],
-            evicts=evicts(self.method),
         )
 
     @torch.inference_mode()
@@ -148,7 +144,7 @@ class LiveSession(SessionSizes):
         needed = held_bytes if self.method.rereads_prompt else prompt_bytes
         self._open(real, ids.numel(), needed(self.attached, ids.numel()))
         hidden = run_prompts(
-            self.attached, self.method, self.states, ids, real, self._keep_in_pass, self.model_cache
+            self.attached, self.method, self.states, ids, real, self._keep_prompt, self.model_cache
         )
         logits = self.attached.logits(hidden[:, -1])
         self._count_from_here()
@@ -190,7 +186,7 @@ class LiveSession(SessionSizes):
         with sdpa_kernel(ROW_BACKENDS):
             hidden = self.attached.forward(ids[:, None], positions[:, None], step, self.model_cache)
         self.timeline.switch("other")
-        self.reads.count(positions, step.reads, step.index_reads, step.gpu_cache_reads)
+        self.reads.count(positions[:, None], step.reads)
         for share in self.shares.values():
             share.batch.advance()
         logits = self.attached.logits(hidden[:, -1])
@@ -219,20 +215,22 @@ class LiveSession(SessionSizes):
             use.close()
         child = copy(self)
         child.is_fork = True
-        child.shares = {device: share.fork() for device, share in self.shares.items()}
-        forked: dict[LayerCache, LayerCache] = {}
-        child.caches = []
+        child.traffic = Traffic(self.attached.device)
+        # What both have. All else that hangs on the caches is copied.
+        shared: list[Any] = [self.method, *self.policies, *self.links]
+        for store in self.stores:
+            shared += [store, store.codec]
+        for share in self.shares.values():
+            shared += [*share.buffers, share.slab, share.file]
         for cache in self.caches:
-            if isinstance(cache, LocalCache):
-                child.caches.append(cache.fork(child.shares[cache.batch.real.device].batch))
-                continue
-            forked[cache] = cache.fork(child.shares[cache.share.device])
-            child.caches.append(forked[cache])
-        _chain([*forked.values()])
-        fetchers: dict[Fetcher, Fetcher] = {}
-        for cache, of_child in forked.items():
-            fetchers[cache.fetcher] = of_child.fetcher
-        child.parts = {forked[cache]: part.fork(fetchers) for cache, part in self.parts.items()}
+            if isinstance(cache, ValuesCache):
+                shared += [cache.keys, cache.values]
+        memo = {id(part): part for part in shared}
+        memo[id(self.traffic)] = child.traffic
+        for share in self.shares.values():
+            memo[id(share.state)] = share.forked_state()
+        of_layers = self.shares, self.caches, self.parts
+        child.shares, child.caches, child.parts = deepcopy(of_layers, memo)
         child.model_cache = self.model_cache.fork(torch.arange(len(self.batch.prompts)))
         child.reads = self._new_reads()
         child.reads.slot_bytes = self.reads.slot_bytes
@@ -281,14 +279,117 @@ class LiveSession(SessionSizes):
                 links.append(share.link)
         return links
 
+    # What it holds, and what its decode steps have moved and read, in bytes and rows
+
+    @property
+    def states(self) -> list[State]:
+        """The method's states, one on each device; none where it reads everything."""
+        return [share.state for share in self.shares.values() if share.state is not None]
+
+    @property
+    def loaded_bytes(self) -> int | Tensor:
+        """Payload bytes of the rows that the decode steps so far took from the link: every row that
+        a layer asked for and waited for, unused prefetches included. Rows that are under way for a
+        step that has not come are not among them. Under CUDA a 0-d tensor (no sync)."""
+        return self.traffic.loaded.num_bytes
+
+    @property
+    def late_bytes(self) -> int | Tensor:
+        """The part of `loaded_bytes` that layers asked for by their own query, and waited for."""
+        return self.traffic.late.num_bytes
+
+    @property
+    def written_bytes(self) -> int | Tensor:
+        """Payload bytes that the decode steps so far wrote back, without the prompt's. Counted as
+        `loaded_bytes`."""
+        return self.traffic.written.num_bytes
+
+    @property
+    def rows_loaded(self) -> int:
+        """Rows of `loaded_bytes`, of one token and KV head each."""
+        return int(self.traffic.loaded.num_rows)
+
+    @property
+    def disk_read_bytes(self) -> int:
+        """Bytes that a disk read in whole blocks for the rows of `loaded_bytes`."""
+        return self.traffic.block_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files that hold the cache."""
+        files = [share.file for share in self.shares.values()]
+        return sum(file.nbytes for file in files if file is not None)
+
+    @property
+    def rows_read(self) -> float | Tensor:
+        """Rows that the steps so far read, of one token and KV head each, in layers that see every
+        token. Padding is not counted. Under CUDA a 0-d tensor (no sync)."""
+        return self.reads.tokens_read * self.attached.geometry.num_kv_heads
+
+    @property
+    def rows_found(self) -> float | Tensor:
+        """The part of `rows_read` that was on the device when its layer selected it: fetched before
+        and kept in the GPU cache."""
+        selected = self.reads.gpu_cache_tokens_read * self.attached.geometry.num_kv_heads
+        return selected - self.traffic.missed.num_rows
+
+    @property
+    def h2d_bytes(self) -> int:
+        """`loaded_bytes` as a number, which a GPU has to tell; 0 under managed placement, where the
+        driver moves pages."""
+        return int(self.loaded_bytes)
+
+    @property
+    def d2h_bytes(self) -> int:
+        """`written_bytes` as a number, like `h2d_bytes`."""
+        return int(self.written_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that cache and method keep on the device: stores (none under managed placement,
+        whose pages come and go), the GPU cache, windows, recurrent states, fetch buffers,
+        and the method's states with their calibration."""
+        total = self.model_cache.nbytes
+        if self.placement == "device":
+            total += sum(store.nbytes for store in self.stores)
+        for cache in self.caches:
+            total += cache.device_bytes
+        for share in self.shares.values():
+            total += sum(buffer.nbytes for buffer in share.buffers)
+        for state in self.states:
+            total += memory.tensor_bytes(vars(state))
+        return total
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of the cache in host memory; None under managed placement, whose pages come and
+        go."""
+        if self.placement == "managed":
+            return None
+        return sum(store.nbytes for store in self.stores) if self.placement == "host" else 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that are page-locked for this session."""
+        slabs = [share.slab for share in self.shares.values()]
+        return sum(slab.nbytes for slab in slabs if slab is not None)
+
+    # Open and close
+
     def _count_from_here(self) -> None:
         """The prompt is written: time and bytes counted from here on are those of decode steps. All
         that stays on the device is there now."""
         self.clock.mark()
-        memory.require_emulated(self.device_bytes + self.activations, self.attached.device)
+        kept = 0
+        for cache in self.caches:
+            if isinstance(cache, LayerCache) and cache.state is not None:
+                kept += memory.layer_bytes(cache.state, cache.policy.number)
+        self.bytes_needed = self.bytes_needed.plus(SessionBytes(0, kept))
+        most = max(self.device_bytes + self.activations, self.bytes_needed.device)
+        memory.require_emulated(most, self.attached.device)
+        self.traffic.written = RowCount(self.attached.device)
         for share in self.shares.values():
             share.under_way.clear()
-            share.written = Traffic()
         for use in self.link_uses:
             use.begin()
 
@@ -336,70 +437,138 @@ class LiveSession(SessionSizes):
         self.activations = activations
         attached.require_length(real.shape[1] + self.max_new_tokens)
         attached.require_even(real)
-        opening = Opening(attached, self.plan, self.pinned, self.slabs)
         batches: dict[torch.device, TokenBatch] = {}
         for device in attached.devices:
             batches[device] = TokenBatch(real.to(device), self.max_new_tokens)
         first = batches[attached.devices[0]]
         rooms = self.plan.rooms(first.counts)
         states = new_states(attached, method, first.lengths, self.plan.calibration)
+        caches: dict[int, LayerCache | LocalCache] = {}
         for device, batch in batches.items():
             link = None if self.link is None else link_of(self.link, device)
-            share = DeviceShare(device, batch, link, rooms, states.get(device))
+            state = states.get(device)
+            share = DeviceShare(device, batch, self.traffic, link, rooms, state)
             self.shares[device] = share
             with launching_on(device):
-                opening.open_share(share, pass_tokens, activations)
+                caches |= self._open_share(share, pass_tokens)
         for link in self.links:
             self.link_uses.append(link.open_use())
-        self.bytes_needed = opening.bytes_needed
-        self.parts = opening.parts
-        self.caches = [opening.caches[layer] for layer in sorted(opening.caches)]
+        self.caches = [caches[layer] for layer in sorted(caches)]
         fetching = [cache for cache in self.caches if isinstance(cache, LayerCache)]
         self.stores = [cache.store for cache in fetching]
-        _chain(fetching)
+        for cache, following in pairwise(fetching):
+            cache.following = following
+            following.earlier = cache.state
         for cache in fetching:
             if cache.policy.kind == "method":
                 self.reads.slot_bytes[cache.policy.number] = cache.store.slot_bytes
 
-    def _keep_in_pass(self, layer: int, prompt: LayerPrompt) -> None:
-        """`_keep_prompt` while the prompt runs: with few layers' rows on their way to the host."""
+    def _open_share(
+        self, share: DeviceShare, pass_tokens: int
+    ) -> dict[int, LayerCache | LocalCache]:
+        """Open the caches of the layers on one device, by layer. Raises UserError where they do not
+        fit into memory."""
+        plan, lengths, device = self.plan, share.batch.counts, share.device
+        tuning = DEFAULT_TUNING if share.link is None else share.link.tuning
+        shapes = enumerate(self.attached.layers)
+        layers = [layer for layer, shape in shapes if shape.device == device]
+        stores = plan.stores(lengths, layers, device, tuning)
+        needs = plan.device_needs(layers, stores, lengths, share.rooms, pass_tokens)
+        self._allocate(share, stores, needs._replace(workspace=self.activations).asked)
+        if needs.shared is not None:
+            for _ in range(2):
+                share.free.append(share.new_buffer(*needs.shared))
+        caches: dict[int, LayerCache | LocalCache] = {}
+        ahead: list[AheadFetcher] = []
+        others: list[LayerCache] = []
+        for layer in layers:
+            policy = plan.policies[layer]
+            if layer not in stores:
+                caches[layer] = LocalCache(policy, share.batch)
+                continue
+            store = stores[layer]
+            if share.link is not None and layer in needs.ahead:
+                ahead.append(AheadFetcher(share, store, share.link))
+                caches[layer] = self._new_cache(share, policy, store, ahead[-1])
+                continue
+            if share.rooms is not None and policy.names_rows:
+                fetcher: Fetcher = GpuCacheFetcher(share, store, share.rooms)
+            else:
+                fetcher = Fetcher(share, store)
+            others.append(self._new_cache(share, policy, store, fetcher))
+            caches[layer] = others[-1]
+        if ahead:
+            for number, cache in enumerate(others):
+                self.parts[cache] = AheadPart(number, len(others), ahead)
+        return caches
+
+    def _allocate(
+        self, share: DeviceShare, stores: Mapping[int, KVStore], asked: SessionBytes
+    ) -> None:
+        """Ask for the memory of a device's layers, allocate the stores, and compile the kernels of
+        a step."""
+        self.bytes_needed = self.bytes_needed.plus(asked)
+        memory.require_emulated(self.bytes_needed.device, share.device)
+        slab = self.slabs.get(share.device)
+        if slab is not None and slab.nbytes != asked.host:  # of a session of another size
+            slab.close()
+            slab = None
+        memory.require_session(asked if slab is None else asked._replace(host=0), share.device)
+        if self.pinned and stores:
+            share.slab = self.slabs[share.device] = slab or PinnedSlab(asked.host)
+        if isinstance(share.link, DiskLink):
+            _allocate_on_disk(share, share.link.disk, [*stores.values()])
+        else:
+            for store in stores.values():
+                store.allocate(share.slab)
+        if share.device.type == "cuda":
+            _compile_kernels(share, [*stores.values()])
+
+    def _new_cache(
+        self, share: DeviceShare, policy: Policy, store: KVStore, fetcher: Fetcher
+    ) -> LayerCache:
+        state = share.state if policy.kind == "method" else None
+        method, codec = self.method, store.codec
+        if isinstance(codec, SplitCodec) and codec.residual:
+            return ResidualCache(policy, share, store, codec, method, fetcher)
+        if state is not None and method.keeps_keys:
+            return ValuesCache(policy, share, store, state, method, fetcher)
+        return LayerCache(policy, share, store, state, method, fetcher)
+
+    def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
+        """Hand a layer's prompt to its cache, with few layers' rows on their way to the host."""
         cache = self.caches[layer]
         if isinstance(cache, LayerCache):
             cache.share.wait_for_room()
-        self._keep_prompt(layer, prompt)
-
-    def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
-        """Hand a layer's prompt to its cache. The first state shows what each layer keeps of a
-        prompt, so the memory of the others is asked for before they keep theirs."""
-        cache = self.caches[layer]
-        if isinstance(cache, LayerCache) and not cache.store.format.is_exact:
-            require_codable(cache.store.codec, layer, prompt.key, prompt.value)
+            if not cache.store.format.is_exact:
+                require_codable(cache.store.codec, layer, prompt.key, prompt.value)
         with launching_on(prompt.key.device):
             cache.keep_prompt(prompt)
-        if not isinstance(cache, LayerCache) or cache.state is None:
-            return
-        alike: list[LayerCache] = []
-        for other in self.caches:
-            if isinstance(other, LayerCache) and other.state is cache.state:
-                alike.append(other)
-        if cache is alike[0]:
-            kept = memory.layer_bytes(cache.state, cache.policy.number)
-            on_device = self.bytes_needed.device + kept * len(alike)
-            self.bytes_needed = self.bytes_needed._replace(device=on_device)
-            memory.require_emulated(on_device, cache.store.device)
-            to_come = kept * (len(alike) - 1)
-            what = "what the method keeps of the prompt"
-            if self.placement == "managed":  # whose pages come when a kernel touches them
-                to_come += self.bytes_needed.managed
-                what += " and the managed cache"
-            memory.require_memory(to_come, cache.store.device, what)
 
 
-def _chain(caches: Sequence[LayerCache]) -> None:
-    """Tell the layers that see every token, in their order, of one another."""
-    for cache, following in pairwise(caches):
-        cache.following = following
-        following.earlier = cache.state
+def _allocate_on_disk(share: DeviceShare, disk: Disk, stores: Sequence[KVStore]) -> None:
+    """Give each store its blocks of one file. Raises UserError where the disk has no space."""
+    on_disk = [store for store in stores if isinstance(store, DiskStore)]
+    share.file = disk.new_file(sum(store.num_blocks for store in on_disk))
+    first_block = 0
+    for store in on_disk:
+        store.place_in(share.file, first_block)
+        first_block += store.num_blocks
+
+
+def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:
+    from harness.decode.kernels import rows as kernels
+
+    warm: set[int] = set()
+    for store in stores:
+        if store.is_reachable and store.slot_bytes not in warm:
+            warm.add(store.slot_bytes)
+            kernels.warm(store.slots, share.device, store.tuning)
+    nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=share.device)
+    if share.rooms is not None:
+        GpuCache([1], 1, share.device).request(nothing, nothing.int(), 1)
+    else:
+        indices(nothing, 1)
 
 
 def workspace_tokens(real: Tensor) -> int:

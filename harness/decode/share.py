@@ -1,11 +1,10 @@
 """What the layers on one device share in live decoding: the batch's tokens, the method's state, the
-link, the fetch buffers, and counts of the rows that cross the link."""
+link and the fetch buffers; and counts of the rows that cross the links."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -79,12 +78,6 @@ class TokenBatch:
         """As `BatchLengths.rows`."""
         return self.counts.rows(steps)
 
-    def fork(self) -> TokenBatch:
-        """A copy that goes on by itself."""
-        child = copy(self)
-        child.tokens = self.tokens.clone()
-        return child
-
     def advance(self) -> None:
         """End the step: its tokens are cached now."""
         self.tokens[:, self.columns] = self.row_positions[:, 0]
@@ -93,20 +86,24 @@ class TokenBatch:
         self.steps += 1
 
 
-class Traffic:
-    """Rows that cross a link, and their payload bytes, summed without a sync."""
+class RowCount:
+    """Rows, and their payload bytes, summed without a sync.
 
-    def __init__(self) -> None:
+    device: where sums of numbers that lie on devices are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._num_rows: dict[int, int | Tensor] = {}
         """By the bytes of a row."""
-        self._counts: dict[int, list[Tensor]] = {}
+        self._counts: dict[tuple[int, torch.device], list[Tensor]] = {}
 
     def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
         """num_rows: under CUDA numbers on the device, to be added up."""
         if isinstance(num_rows, int):
             self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + num_rows
             return
-        counts = self._counts.setdefault(row_bytes, [])
+        counts = self._counts.setdefault((row_bytes, num_rows.device), [])
         counts.append(num_rows)
         if len(counts) == COUNTS_AT_ONCE:
             self._sum()
@@ -124,39 +121,54 @@ class Traffic:
         return sum(num_rows * row_bytes for row_bytes, num_rows in self._num_rows.items())
 
     def _sum(self) -> None:
-        for row_bytes, counts in self._counts.items():
-            flat = torch.cat([count.flatten() for count in counts])
-            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + flat.sum()
+        for (row_bytes, _), counts in self._counts.items():
+            total = torch.cat([count.flatten() for count in counts]).sum().to(self.device)
+            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + total
         self._counts.clear()
+
+
+class Traffic:
+    """What crosses a session's links.
+
+    loaded, written: rows that the decode steps took from a link and wrote back, counted in the step
+    that waits for them, so that they are exact for any run of steps. late: the rows of `loaded`
+    that a layer requested by its own query, in the layer itself. missed: with a GPU cache, those
+    that were not there when their layer selected them. block_bytes: read from a disk for the rows
+    of `loaded`, in whole blocks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.loaded = RowCount(device)
+        self.written = RowCount(device)
+        self.late = RowCount(device)
+        self.missed = RowCount(device)
+        self.block_bytes = 0
 
 
 class DeviceShare:
     """The share of a live session that lies on one device; its layers share the fields.
 
-    Set by the session: device; batch; link, None but under host placement; rooms: of each sequence,
-    the rows of a KV head in the GPU cache of each layer, None: there is none; state: the
-    method's, None where it reads everything.
-    Set by `harness.decode.opening`: slab: the page-locked memory of the stores. file: the file of
-    the stores on a disk.
+    Set by the session: device; batch; traffic; link, None but where rows lie behind one; rooms: of
+    each sequence, the rows of a KV head in the GPU cache of each layer, None: there is none; state:
+    the method's, None where it reads everything; slab: the page-locked memory of the stores; file:
+    the file of the stores on a disk.
     Changed by the layers: buffers: all that fetched rows may lie in; free: the buffers that layers
-    use in turns and that hold no rows, the one that was read last at the end. loaded, written: rows
-    that the decode steps took from the link and wrote back, counted in the step that waits for
-    them, so that they are exact for any run of steps. late: the rows of `loaded` that a layer
-    requested by its own query, in the layer itself. missed: with a GPU cache, those
-    that were not there when their layer selected them. block_bytes: read from a disk for the rows
-    of `loaded`, in whole blocks. under_way: the transfers of the prompt's last layers to the host.
+    use in turns and that hold no rows, the one that was read last at the end. under_way: the
+    transfers of the prompt's last layers to the host.
     """
 
     def __init__(
         self,
         device: torch.device,
         batch: TokenBatch,
+        traffic: Traffic,
         link: Link | None,
         rooms: Sequence[int] | None,
         state: State | None,
     ) -> None:
         self.device = device
         self.batch = batch
+        self.traffic = traffic
         self.link = link
         self.rooms = rooms
         self.state = state
@@ -164,28 +176,19 @@ class DeviceShare:
         self.file: DiskFile | None = None
         self.buffers: list[Tensor] = []
         self.free: list[Tensor] = []
-        self.loaded = Traffic()
-        self.written = Traffic()
-        self.late = Traffic()
-        self.missed = Traffic()
-        self.block_bytes = 0
         self.under_way: deque[Ticket] = deque(maxlen=LAYERS_UNDER_WAY)
         self._minus_infinity: dict[torch.dtype, Tensor] = {}
 
-    def fork(self) -> DeviceShare:
-        """A copy that goes on by itself, in the same memory, but for the method's state. Its counts
-        start at zero."""
-        child = copy(self)
-        child.batch = self.batch.fork()
-        if self.state is not None:
-            every = torch.arange(len(self.batch.prompts), device=self.device)
-            child.state = self.state.fork(every, _num_slots(self.state))
-        child.free = list(self.free)
-        child.loaded, child.written = Traffic(), Traffic()
-        child.late, child.missed = Traffic(), Traffic()
-        child.block_bytes = 0
-        child.under_way = deque(maxlen=LAYERS_UNDER_WAY)
-        return child
+    def forked_state(self) -> State | None:
+        """A copy of the state that goes on by itself."""
+        if self.state is None:
+            return None
+        num_slots = 0
+        for name in self.state.slot_tensors:
+            for tensor in getattr(self.state, name).values():
+                num_slots = max(num_slots, tensor.shape[2])
+        every = torch.arange(len(self.batch.prompts), device=self.device)
+        return self.state.fork(every, num_slots)
 
     def minus_infinity(self, dtype: torch.dtype) -> Tensor:
         """-inf on the device, shape []. `torch.where` copies a number of the host to the device,
@@ -205,12 +208,3 @@ class DeviceShare:
         """A buffer that lasts as long as the session."""
         self.buffers.append(store.new_buffer(num_rows))
         return self.buffers[-1]
-
-
-def _num_slots(state: State) -> int:
-    """Slots of the state's longest tensor."""
-    most = 0
-    for name in state.slot_tensors:
-        for tensor in getattr(state, name).values():
-            most = max(most, tensor.shape[2])
-    return most

@@ -110,18 +110,10 @@ def state_sizes(
     if method.reads_all:
         return StateSizes(0, {}, {})
     # Masks and positions without numbers are faster; some states read how many tokens are real.
+    lengths = prompts, max_new_tokens
     for real_device in (META, torch.device("cpu")):
         try:
-            return _state_sizes(
-                method,
-                geometry,
-                prompts,
-                max_new_tokens,
-                dtype,
-                capacity_of,
-                calibration,
-                real_device,
-            )
+            return _sizes(method, geometry, *lengths, dtype, capacity_of, calibration, real_device)
         except (NotImplementedError, RuntimeError) as error:
             if "meta" not in str(error):
                 raise
@@ -133,7 +125,7 @@ def state_sizes(
 
 
 @torch.inference_mode()
-def _state_sizes(
+def _sizes(
     method: Method,
     geometry: Geometry,
     prompts: Sequence[int],

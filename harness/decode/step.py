@@ -20,8 +20,8 @@ from torch import Tensor
 
 from harness.decode.ahead import AheadPart
 from harness.decode.cache import Fetch, LayerCache
+from harness.decode.reads import LayerRead
 from harness.decode.resident import LocalCache
-from harness.decode.step_reads import LayerRead
 from harness.decode.store import KeyValue
 from harness.decode.timeline import Timeline
 from harness.model.attention import heads_last, row_attention, with_rest
@@ -38,10 +38,8 @@ class DecodeStep(Handler):
     """One step. is_last: no further step follows, so nothing is requested for it. parts: the layers
     that request a part of the dense layers' rows for the next step.
 
-    reads: of each layer under the method. index_reads: tokens read of an index or of resident
-    rows, [batch]. sides: the selections' tensors that they are parts of, which a state may give to
-    several layers of the step. gpu_cache_reads: the tokens of `reads` in layers with a GPU
-    cache. rest: what stands for the tokens that a layer does not read, between its selection
+    reads: of each layer under the method, whose tensors a state may give to several layers of the
+    step. rest: what stands for the tokens that a layer does not read, between its selection
     and its attention. bias_of_columns: of the layers that read all columns of a padded batch, by
     device and dtype.
     """
@@ -60,9 +58,6 @@ class DecodeStep(Handler):
         self.is_last = is_last
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
         self.reads: list[LayerRead] = []
-        self.index_reads: list[Tensor] = []
-        self.sides: list[Tensor] = []
-        self.gpu_cache_reads: list[Tensor] = []
         self.rest: dict[LayerCache, Rest] = {}
         self.bias_of_columns: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -105,10 +100,10 @@ class DecodeStep(Handler):
         else:
             output = self._attend_by_scores(cache, fetch, query, own)
         if cache.state is None and cache.policy.kind == "method":  # it reads everything
-            stored = cache.store.codec.stored(cache.batch.positions)
-            self.reads.append(LayerRead(cache.policy.number, stored))
-            if cache.store.codec.residual:
-                self.index_reads.append(cache.batch.positions - stored)
+            cached = cache.batch.positions[:, None]
+            stored = cache.store.codec.stored(cached)
+            exact = cached - stored if cache.store.codec.residual else None
+            self.reads.append(LayerRead(cache.policy.number, stored, exact))
         return heads_last(with_rest(output, self.rest.pop(cache, None)))
 
     # Predict: a layer may select in the layer before, by a query made there.
@@ -141,12 +136,9 @@ class DecodeStep(Handler):
     def _note(self, cache: LayerCache, selection: Selection) -> None:
         if selection.rest is not None:
             self.rest[cache] = selection.rest
-        self.reads.append(LayerRead(cache.policy.number, selection.num_read[:, 0]))
-        if cache.fetcher.keeps_rows:
-            self.gpu_cache_reads.append(selection.num_read[:, 0])
-        if selection.side is not None:
-            self.sides.append(selection.side)
-            self.index_reads.append(selection.side[:, 0])
+        keeps_rows = cache.fetcher.keeps_rows
+        read = LayerRead(cache.policy.number, selection.num_read, selection.side, keeps_rows)
+        self.reads.append(read)
 
     def _hide_unread(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
         """Let a method that looks at scores say which fetched rows it reads, and hide the scores of

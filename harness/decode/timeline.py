@@ -77,20 +77,12 @@ class Timeline:
     def _by_segment(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
         seconds = dict.fromkeys(SEGMENTS, 0.0)
         for (segment, begin), (_, end) in pairwise(marks):
-            if not segment:
-                continue
-            if self.device.type == "cuda":
-                seconds[segment] += begin.elapsed_time(end) / 1e3
-            else:
-                seconds[segment] += end - begin
+            if segment:
+                seconds[segment] += _seconds(begin, end)
         return seconds
 
     def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._current))
-        return event
+        return _now(self.device, self._current)
 
 
 class StepClock:
@@ -106,12 +98,12 @@ class StepClock:
 
     def begin_prompt(self, num_rows: int = 1) -> None:
         """A prompt begins now. num_rows: marks until its end, where it is decoded row by row."""
-        self._marks = [self._now()]
+        self._marks = [_now(self.device, self.device)]
         self._prompt_marks = num_rows
 
     def mark(self) -> None:
         """The prompt, then a step, ends now: its logits are there."""
-        self._marks.append(self._now())
+        self._marks.append(_now(self.device, self.device))
 
     @property
     def ttft_s(self) -> float:
@@ -126,12 +118,18 @@ class StepClock:
     def _intervals(self) -> list[float]:
         if self.device.type == "cuda":
             self._marks[-1].synchronize()
-            return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self._marks)]
-        return [end - begin for begin, end in pairwise(self._marks)]
+        return [_seconds(begin, end) for begin, end in pairwise(self._marks)]
 
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+
+def _now(device: torch.device, current: torch.device | int) -> Any:
+    """A time: on CUDA an event on the current stream of the device `current`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(current))
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    """Seconds between two times that have passed."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3

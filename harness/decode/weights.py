@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.decode.links import Links, Ticket, link_of
-from harness.decode.memory import PinnedSlab, aligned
+from harness.decode.memory import PinnedSlab, aligned, require_memory
 from harness.decode.timeline import Timeline
 from harness.errors import UserError
-from harness.files import HOST_HINT, available_memory
 from harness.model.attached import Attached
 from harness.model.passes import launching_on
 
@@ -113,13 +112,8 @@ class StreamedWeights:
         """Move the weights to host memory, make the parameters views of a buffer, and request the
         first layer's."""
         if self.attached.device.type == "cuda":
-            needed, available = self.host_bytes / 2**30, available_memory() / 2**30
-            if needed > available:
-                raise UserError(
-                    f"platform.weights_on_device={self.on_device:.2f}: the rest needs "
-                    f"{needed:.1f} GiB of host memory and {available:.1f} GiB are available; "
-                    f"{HOST_HINT}"
-                )
+            what = f"platform.weights_on_device={self.on_device:.2f}: the rest"
+            require_memory(self.host_bytes, torch.device("cpu"), what)
         buffers: dict[torch.device, list[Tensor]] = {}
         for device, size in self._largest.items():
             options: dict[str, Any] = {"dtype": torch.uint8, "device": device}

@@ -9,24 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.model.budgets import (
-    ReadStats,
-    code_widths,
-    share_of_cache,
-    window_share,
-)
+from harness.decode.reads import RowReads
+from harness.model.budgets import ReadStats, code_widths, window_share
 from harness.model.policies import Policy, evicts
 from methods.base import Geometry, Method
 from methods.codecs.split import CacheCodec
 
 
-class PassCounts:
-    """Counts of the rows of a decode pass.
+class PassCounts(RowReads):
+    """Counts of the rows of a decode pass: what they read, and more sums over the layers under the
+    method, fp64 [batch, rows].
 
-    cached: tokens before each row, int [batch, rows]. The other counts are sums over the layers
-    under the method, fp64 of the same shape. read: tokens read. stored: the same, each token times
-    the width of its layer's codec (`code_width`). index_read: tokens read of an index, or of exact
-    rows beside codes. recall: share of the attention on what is read.
+    recall: share of the attention on what is read.
     With a GPU cache, rows of all KV heads: selected: rows chosen. loaded: by layer, those that
     were not on the device, and crossed the link.
     num_selecting: layers in which the method ran. errors: where they are measured, relative errors
@@ -38,13 +32,7 @@ class PassCounts:
     def __init__(
         self, cached: Tensor, geometry: Geometry, method: Method, codec: CacheCodec | None
     ) -> None:
-        self.cached = cached
-        self.geometry = geometry
-        self.method = method
-        self.widths = code_widths(codec, geometry)
-        self.read = torch.zeros_like(cached, dtype=torch.float64)
-        self.stored = torch.zeros_like(self.read)
-        self.index_read = torch.zeros_like(self.read)
+        super().__init__(cached, geometry, method, code_widths(codec, geometry))
         self.recall = torch.zeros_like(self.read)
         self.selected = torch.zeros_like(self.read)
         self.loaded: dict[int, Tensor] = {}
@@ -54,34 +42,28 @@ class PassCounts:
 
     def stats(self, weights: Tensor, *, measures_recall: bool) -> ReadStats:
         """Sums over the rows, each `weights` [batch, rows] times."""
-        method, num_layers = self.method, self.geometry.num_layers
-        dense_layers = method.dense_layers
-        selecting = num_layers - dense_layers
+        selecting = self.geometry.num_layers - self.method.dense_layers
         stats = self.stats_of_all(weights, measures_recall=measures_recall)
-        cached = self._whole()
-        share = share_of_cache(cached, self.stored, dense_layers, num_layers)
-        index_share = share_of_cache(cached, self.index_read, 0, num_layers)
-        if not method.reads_all:
+        if not self.method.reads_all:
             pairs_read = float((weights * (self.read / selecting + 1)).sum())
             stats = replace(stats, pairs_read=pairs_read)
         if measures_recall:
             recall_sum = float((weights * self.recall).sum()) / selecting
             stats = replace(stats, recall_sum=recall_sum)
-        if evicts(method):
-            evicted = self.cached - self.read / selecting
-            stats = replace(stats, evicted_sum=float((weights * evicted).sum()))
+        if evicts(self.method):
+            stats = replace(stats, evicted_sum=float((weights * self.evicted).sum()))
         return replace(
             stats,
             fired_rows=stats.rows if self.num_selecting == selecting else 0.0,
-            frac_sum=float((weights * share).sum()),
-            index_sum=float((weights * index_share).sum()),
+            frac_sum=float((weights * self.share).sum()),
+            index_sum=float((weights * self.index_share).sum()),
         )
 
     def stats_of_all(self, weights: Tensor, *, measures_recall: bool) -> ReadStats:
         """The sums of rows that read the full cache."""
         rows = float(weights.sum())
         pairs = float((weights * (self.cached.double() + 1)).sum())
-        local = window_share(self._whole(), self.geometry)
+        local = window_share(self.whole, self.geometry)
         return ReadStats(
             rows=rows,
             fired_rows=rows,
@@ -113,7 +95,7 @@ class PassCounts:
     def with_link(self, stats: ReadStats, weights: Tensor, policies: Sequence[Policy]) -> ReadStats:
         """`stats`, and what crosses the link with a GPU cache. policies: of all
         layers."""
-        cached, num_kv_heads = self._whole(), self.geometry.num_kv_heads
+        cached, num_kv_heads = self.whole, self.geometry.num_kv_heads
         crossed = self.method.dense_layers * cached
         rows_loaded: Counter[int] = Counter()
         for policy in policies:
@@ -134,7 +116,3 @@ class PassCounts:
             rows_loaded=rows_loaded,
             hit_sum=float((weights * hits).sum()),
         )
-
-    def _whole(self) -> Tensor:
-        """Tokens of the full cache before each row, fp64 [batch, rows]."""
-        return self.cached.double().clamp(min=1)  # 0: padding only

@@ -8,14 +8,15 @@ themselves: replay masks the rows that live decoding does not fetch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from harness.decode.cache import select, take_over
 from harness.decode.gpu_cache import GpuCache
-from harness.model.attached import Attached
+from harness.decode.reads import LayerRead
 from harness.model.attention import (
     ROWS,
     SCORES_PER_CHUNK,
@@ -28,38 +29,20 @@ from harness.model.attention import (
 )
 from harness.model.budgets import ReadStats
 from harness.model.passes import Handler
-from harness.model.policies import Policy, check_selection
 from harness.replay.counts import PassCounts
-from harness.replay.history import History, RowsOnDevice
+from harness.replay.history import RowsOnDevice
 from methods.attention import hide, log_sum_exp, num_true
-from methods.base import EMPTY, Method, QueryRows, Selection, State
-from methods.codecs.split import CacheCodec, SplitCodec
+from methods.base import EMPTY, QueryRows, Selection, State
+from methods.codecs.split import SplitCodec
+
+if TYPE_CHECKING:
+    from harness.replay.session import ReplaySession
 
 GATHERED_SCORES = 2**16
 """Scores of a KV head in a block from which on its columns are gathered. For fewer the calls cost
 more than the arithmetic that they save."""
 GATHERED_SHARE = 0.6
 """The largest share of the columns that a block gathers. Beyond it a mask is as fast."""
-
-
-class Session(Protocol):
-    """The fields of `ReplaySession` that a pass reads."""
-
-    attached: Attached
-    method: Method
-    policies: list[Policy]
-    codec: CacheCodec | None
-    history: History
-    states: dict[torch.device, State]
-    rooms: list[int] | None
-    gpu_caches: dict[int, GpuCache]
-    measure_recall: bool
-    measure_errors: bool
-    needles: Tensor | None
-    rows_per_block: int | None
-
-    @property
-    def reads_everything(self) -> bool: ...
 
 
 class DecodePass(Handler):
@@ -69,7 +52,7 @@ class DecodePass(Handler):
     in the layer before.
     """
 
-    def __init__(self, session: Session, positions: Tensor, valid: Tensor) -> None:
+    def __init__(self, session: ReplaySession, positions: Tensor, valid: Tensor) -> None:
         self.session = session
         self.history = session.history
         self.policies = session.policies
@@ -102,9 +85,7 @@ class DecodePass(Handler):
         is_selecting = policy.kind == "method" and not self.session.reads_everything
         state = self.session.states.get(device) if is_selecting else None
         if state is not None:
-            latest = self._latest
-            if latest is not None and latest is not state:
-                state.take_over(latest)
+            take_over(state, self._latest)
             self._latest = state
             state.append(policy.number, key, value, tokens[:, columns], columns)
         if not is_selecting:
@@ -420,17 +401,13 @@ class _Block:
                 true_scores=lambda: self._true_scores(exact),
                 padded=self.decode.has_padding,
             )
-            selection = self.state.select(self.policy.number, rows)
-            check_selection(selection, self.state, rows)
+            selection = select(self.state, self.policy.number, rows)
             gpu_cache = self.decode.gpu_cache(self.layer)
             if gpu_cache is not None:
                 assert selection.mask is not None, "a method that names rows gives a mask"
                 self._count_hits(gpu_cache, selection.mask)
-        self._add(self.counts.read, selection.num_read)
-        width = self.counts.widths[self.policy.number]
-        self._add(self.counts.stored, width * selection.num_read)
-        if selection.side is not None:
-            self._add(self.counts.index_read, selection.side)
+        read = LayerRead(self.policy.number, selection.num_read, selection.side)
+        self.counts.add([read], self.rows)
         return selection
 
     def _count_hits(self, gpu_cache: GpuCache, mask: Tensor) -> None:

@@ -43,7 +43,7 @@ class History:
         self.last_queries: dict[int, Tensor] = {}
         self.resident: dict[int, Tensor] = {}
         self._layers, self._dtype = attached.layers, attached.dtype
-        self.kv = [self._new_rows(layer, batch, num_columns) for layer in range(len(codecs))]
+        self.kv = {layer: self._new_rows(layer, batch, num_columns) for layer in range(len(codecs))}
         self.exact: dict[int, tuple[Tensor, Tensor]] = {}
         self._span = 1
         """Tokens whose rows some layer codes together; other layers code one by one."""
@@ -143,15 +143,11 @@ class History:
         child.tokens = self._widened(self.tokens, index, 1, num_columns, EMPTY)
         child.last_queries = _sequences(self.last_queries, index)
         child.resident = _sequences(self.resident, index)
-        child.kv = []
-        for layer in range(len(self.kv)):
-            child.kv.append(self._widened_rows(layer, self.kv[layer], index, num_columns))
-        child.exact = {}
-        for layer, kv in self.exact.items():
-            child.exact[layer] = self._widened_rows(layer, kv, index, num_columns)
-        child.uncoded = {}
-        for layer, kv in self.uncoded.items():
-            child.uncoded[layer] = self._widened_rows(layer, kv, index, num_columns)
+        for name in ("kv", "exact", "uncoded"):
+            rows = {}
+            for layer, kv in getattr(self, name).items():
+                rows[layer] = self._widened_rows(layer, kv, index, num_columns)
+            setattr(child, name, rows)
         return child
 
     def _widened_rows(

@@ -15,12 +15,14 @@ what an anchor chose for all rows of a pass.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.decode.gpu_cache import GpuCache, rooms
+from harness.decode.session import LiveSession
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats, codec_of_cache, resident_share
 from harness.model.dense_prompts import LayerPrompt
@@ -224,6 +226,43 @@ class ReplaySession:
             recurrent_bytes=self.model_cache.nbytes / len(self.final_lengths),
             latent_bytes=latent * self.attached.dtype.itemsize,
         )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """method: `budget` resolved, and settled by its calibration. codec: None stores rows exactly.
+    calibration: None where none is needed. gpu_cache: as in `LiveSession`."""
+
+    method: Method
+    codec: CacheCodec | None
+    calibration: Calibration | None
+    gpu_cache: float = 0
+
+    def __post_init__(self) -> None:
+        method = self.method
+        if self.calibration is not None:
+            object.__setattr__(self, "method", method.settled(self.calibration))
+
+    def replay(
+        self, attached: Attached, final_lengths: Tensor, num_columns: int, **options: Any
+    ) -> ReplaySession:
+        """A fresh replay session. options: of `ReplaySession`."""
+        lengths = {"final_lengths": final_lengths, "num_columns": num_columns}
+        return ReplaySession(attached, self.method, **(self._options | lengths | options))
+
+    def live(self, attached: Attached, max_new_tokens: int, **options: Any) -> LiveSession:
+        """A fresh live session. options: of `LiveSession`."""
+        given = self._options | {"max_new_tokens": max_new_tokens} | options
+        return LiveSession(attached, self.method, **given)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Of either session."""
+        return {
+            "codec": self.codec,
+            "calibration": self.calibration,
+            "gpu_cache": self.gpu_cache,
+        }
 
 
 def _weights(valid: Tensor, multiplicity: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from harness.model.attached import Attached
 from harness.model.budgets import TOLERANCE, with_budget_as_stored
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
-from harness.replay.session import ReplaySession
+from harness.replay.session import Setup
 from harness.settings.codecs import codec_named, is_float, is_integer, layer_formats
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
@@ -32,44 +32,6 @@ MEASUREMENTS = 14
 MAX_ROW_BYTES = 64
 """Bytes of a packed row for each element, beyond which a codec's `row_bytes` is a mistake; fp64 has
 8."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """method: `budget` resolved, and settled by its calibration. codec: None stores rows exactly.
-    calibration: None where none is needed. gpu_cache: as in `LiveSession`."""
-
-    method: Method
-    codec: CacheCodec | None
-    calibration: Calibration | None
-    gpu_cache: float = 0
-
-    def __post_init__(self) -> None:
-        method = self.method
-        if self.calibration is not None:
-            object.__setattr__(self, "method", method.settled(self.calibration))
-
-    def replay(
-        self,
-        attached: Attached,
-        final_lengths: Tensor,
-        num_columns: int,
-        *,
-        measure_recall: bool = False,
-        measure_errors: bool = False,
-    ) -> ReplaySession:
-        """A fresh replay session; see there."""
-        return ReplaySession(
-            attached,
-            self.method,
-            codec=self.codec,
-            calibration=self.calibration,
-            final_lengths=final_lengths,
-            num_columns=num_columns,
-            measure_recall=measure_recall,
-            measure_errors=measure_errors,
-            gpu_cache=self.gpu_cache,
-        )
 
 
 def prepare(

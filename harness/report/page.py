@@ -21,9 +21,7 @@ from harness.files import write_atomic
 from harness.report.sections import SOURCES, Section, sections_of
 from harness.results import board_page
 from harness.results.archive import opened
-from harness.results.columns import shape_of
 from harness.results.metrics import GIB
-from harness.results.pages import said
 from harness.results.record import Record, read_all
 from harness.results.sheet import NOTES
 from harness.settings.paths import COMMAND, RESULTS, models_beside
@@ -113,19 +111,13 @@ def lead_of(sections: Sequence[Section]) -> Section | None:
 
 
 def said_of(section: Section) -> str:
-    """The result of a figure in sentences: of the board, of one's own runs, or its finding."""
-    part, words = section.parts[0], ""
-    if BOARD in part.tables:
-        words = board_page.said(part.tables[BOARD])
-    elif part.has_own:
-        first = next(iter(part.tables.values()))
-        if shape_of(first.columns) == "accuracy":
-            words = said(first[first["shipped"] == ""])
-    return words or part.finding
+    """The result of a figure in sentences: of the board, else its finding."""
+    part = section.parts[0]
+    return (board_page.said(part.tables[BOARD]) if BOARD in part.tables else "") or part.finding
 
 
 def machine_of(records: Sequence[Record]) -> dict[str, str]:
-    """Where the finished runs ran, by name. A value that not all share says how many had it."""
+    """Where the finished runs ran, by name; all values where they are not alike."""
     finished = [record for record in records if record["status"] == "finished"]
     if not finished:
         return {}
@@ -133,9 +125,7 @@ def machine_of(records: Sequence[Record]) -> dict[str, str]:
     found = {"finished runs": f"{len(finished)}, {minutes:.0f} minutes in total"}
     described = pd.DataFrame([facts_of(record["environment"]) for record in finished])
     for name, values in described.fillna("unknown").items():
-        counts = values.value_counts()
-        parts = [f"{value} ({count} of {len(finished)} runs)" for value, count in counts.items()]
-        found[str(name)] = "; ".join(parts) if len(parts) > 1 else counts.index[0]
+        found[str(name)] = "; ".join(values.unique())
     return found
 
 

@@ -19,7 +19,6 @@ from harness.results.board_rows import (
     COSTS,
     MODELLED,
     SAME_STEP,
-    VERDICTS,
     is_whole,
     traffic,
 )
@@ -194,16 +193,15 @@ def _of_settings(rows: pd.DataFrame) -> Iterator[Sheet]:
             yield Sheet(f"{title}: not compared", table, notes)
 
 
-def page(methods: pd.DataFrame, claims: pd.DataFrame, left_out: Sequence[str]) -> str:
-    """`board.md`. claims, left_out: as of `board_rows.Board`."""
+def page(methods: pd.DataFrame, left_out: Sequence[str]) -> str:
+    """`board.md`. left_out: models over which no mean goes."""
     first = first_board(methods)
     words = f"{note('board')} {note('board_claims')}"
     if left_out:
         few = "fewer than half of the methods ran there"
         words += f" Not in the means: {', '.join(left_out)}, since {few}."
     sheets = [*_readme(methods), *_of_settings(first), *_by_memory(first)]
-    claims = claims[claims["asked_budget"].isin(first["asked_budget"])]
-    return markdown("board", words, [*sheets, *_claims(claims)])
+    return markdown("board", words, [*sheets, *_claims(methods)])
 
 
 def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
@@ -253,31 +251,40 @@ def _by_memory(rows: pd.DataFrame) -> Iterator[Sheet]:
         yield Sheet(title, table, [words, *_notes_on_steps(found)])
 
 
-def _claims(claims: pd.DataFrame) -> Iterator[Sheet]:
+def _claims(methods: pd.DataFrame) -> Iterator[Sheet]:
     """One table: a line for each claim, budget and length, with the models on which it holds."""
     lines = []
-    for _, rows in claims.groupby(["number", "seq_len"], sort=False, dropna=False):
-        together = rows.iloc[0]  # over all models
-        words, ends = together["verdict"], together[["mean", "low", "high"]].astype(float)
-        if words in VERDICTS and together["of"] == "KL":
-            words += f": {show_interval(show_ratio, *np.exp(ends))}"
-        elif words in VERDICTS:
-            words += f": {show_interval(show_points, *ends)}"
-        line = {
-            "claim": together["claim"],
-            "budget (%)": metrics.ASKED_BUDGET.show(together["asked_budget"]),
-            "windows (tokens)": metrics.SEQ_LEN.show(together["seq_len"] or math.nan),
-            f"{ALL_MODELS} together": words,
-            "count": COLUMNS["count"].show(together["count"]),
-        }
-        of_models = rows[rows["over"] != ALL_MODELS]
-        of_models = of_models if len(of_models) else rows
-        for verdict in VERDICTS:
-            models = of_models.loc[of_models["verdict"] == verdict, "over"]
-            is_all = len(models) == len(of_models) > 1
-            listed = f"all {len(models)} models" if is_all else ", ".join(models)
-            line[f"{verdict} on"] = listed or MISSING
-        lines.append(line)
+    for claim in SAYS["claims"]:
+        is_kl = "ratio" in claim
+        name = "ratio" if is_kl else "answers_difference"
+        rows = methods[methods["label"].eq(claim["label"]) & methods["apart"].eq("")]
+        rows = rows.dropna(subset=name)
+        if not is_kl:  # which does not depend on the length of windows
+            rows = rows.assign(seq_len=math.nan).drop_duplicates(["over", *SETTING])
+        low, high = rows[f"{name}_low"], rows[f"{name}_high"]
+        if is_kl:
+            holds, fails = high <= claim[name], low > claim[name]
+        else:
+            holds, fails = low >= claim[name], high < claim[name]
+        verdicts = np.select([holds, fails], ["holds", "does not hold"], "not told apart")
+        shown = _ratios(rows) if is_kl else _differences(rows)
+        rows = rows.assign(verdict=verdicts, shown=shown)
+        for _, found in rows.groupby(SETTING, dropna=False):
+            together = found.iloc[0]  # over all models
+            line = {
+                "claim": claim["claim"],
+                "budget (%)": metrics.ASKED_BUDGET.show(together["asked_budget"]),
+                "windows (tokens)": metrics.SEQ_LEN.show(together["seq_len"]),
+                f"{ALL_MODELS} together": f"{together['verdict']}: {together['shown']}",
+                "count": f"{together['num_windows' if is_kl else 'num_questions']:.0f}",
+            }
+            of_models = found[found["over"] != ALL_MODELS]
+            for verdict in ("holds", "not told apart", "does not hold"):
+                models = of_models.loc[of_models["verdict"] == verdict, "over"]
+                is_all = len(models) == len(of_models) > 1
+                listed = f"all {len(models)} models" if is_all else ", ".join(models)
+                line[f"{verdict} on"] = listed or MISSING
+            lines.append(line)
     if lines:
         yield Sheet("claims", pd.DataFrame(lines))
 

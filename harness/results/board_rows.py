@@ -8,12 +8,12 @@ questions by model, task and number. `harness/results/stats.py` has the statisti
 
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from harness.results.board_evidence import Evidence, step_at
+from harness.results.board_evidence import step_at
 from harness.results.metrics import BUDGET, DENSE_LAYERS, EQUAL
 from harness.results.samples import FULL
 from harness.results.sheet import show_range
@@ -35,33 +35,25 @@ MODELLED = "modelled"
 """`step_source` of a step that was timed at another budget, or over other codes."""
 
 
-class Board(NamedTuple):
-    """The board over all models, then one of each.
-
-    methods, pairs: rows of `columns.BOARD`, and of `columns.BOARD_PAIRS` for the first board.
-    claims: of `judged`. left_out: models over which no mean goes.
-    """
-
-    methods: pd.DataFrame
-    pairs: pd.DataFrame
-    claims: pd.DataFrame
-    left_out: list[str]
-
-
-def board_of(evidence: Evidence, claims: Any) -> Board:
-    """The boards of evidence. claims: of `board.yaml`.
+def board_of(
+    windows: pd.DataFrame, answers: pd.DataFrame, steps: pd.DataFrame
+) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
+    """The board over all models, then one of each, from the evidence of `board_evidence.read`.
 
     A model counts in the means over all if at least half as many methods ran at a budget on it as
     on the model with the most. So a method that ran on one more model stays comparable with the
     others.
+
+    Returns rows of `columns.BOARD`, those of `columns.BOARD_PAIRS` for the first board, and the
+    models over which no mean goes.
     """
-    models = pd.concat([evidence.windows["model"], evidence.answers["model"]]).unique()
-    methods = evidence.windows.dropna(subset="own_budget").drop_duplicates(["model", *METHOD])
+    models = pd.concat([windows["model"], answers["model"]]).unique()
+    methods = windows.dropna(subset="own_budget").drop_duplicates(["model", *METHOD])
     num_methods = methods["model"].value_counts().reindex(models, fill_value=0)
     together = list(models[2 * num_methods >= num_methods.max()])
     first = ALL_MODELS if len(together) > 1 else together[0]
     boards = {first: together} | {model: [model] for model in models if model != first}
-    windows, answers, steps = (_by_board(rows, boards) for rows in evidence)
+    windows, answers, steps = (_by_board(rows, boards) for rows in (windows, answers, steps))
 
     windows = _beside_oracle(_at_budgets(windows))
     lines, shown = _lines(windows)
@@ -81,7 +73,7 @@ def board_of(evidence: Evidence, claims: Any) -> Board:
     lines = _sorted(lines, "is_apart", "ratio", "label")
     pairs = _sorted(pairs[pairs["over"] == first], "line", "line_of_other")
     left_out = [model for model in models if model not in together]
-    return Board(lines, pairs, judged(claims, windows, _at_budgets(answers)), left_out)
+    return lines, pairs, left_out
 
 
 def _by_board(rows: pd.DataFrame, boards: Mapping[str, list[str]]) -> pd.DataFrame:
@@ -412,55 +404,3 @@ def fronts(lines: pd.DataFrame) -> pd.Series:
             is_beaten = (is_closer & (costs <= limits[:, None])).any(axis=1)
             front[rows.index[~is_beaten & ~np.isnan(costs)]] += f", {name}"
     return front.str.removeprefix(", ")
-
-
-# Claims
-
-HOLDS, UNSURE, FAILS = VERDICTS = ("holds", "not told apart", "does not hold")
-NOT_MEASURED, OTHER_BUDGET = "not measured", "another budget"
-
-
-def judged(claims: Any, windows: pd.DataFrame, answers: pd.DataFrame) -> pd.DataFrame:
-    """The claims of `board.yaml` at each of their budgets and each length, by board.
-
-    A claim holds where the whole 95 % interval of its number is on the claimed side. One about
-    methods that did not run has one row. Columns: those of a claim; `mean`, `low` and `high` of
-    the logarithm of the ratio of KL, or of the difference of answers; `count` of windows or
-    questions; `verdict`.
-    """
-    names = ["claim", "of", "label", "other", "budgets", "at_most", "less"]
-    said = pd.DataFrame(claims, columns=names).explode("budgets", ignore_index=True)
-    said = said.rename(columns={"budgets": "asked_budget"}).astype({"asked_budget": float})
-    said = said.fillna({"at_most": 1.0, "less": 0.0}).reset_index(names="number")
-    by = ["number", "seq_len", "over"]
-    key = ["number", "asked_budget"]
-
-    def sides(of: str, rows: pd.DataFrame) -> Iterator[pd.DataFrame]:
-        """The rows of both methods of each claim."""
-        for name in ("label", "other"):
-            chosen = said.loc[said["of"] == of, [*key, name]].rename(columns={name: "label"})
-            yield chosen.merge(rows[rows["counts"]], on=["asked_budget", "label"])
-
-    own, other = sides("KL", windows)
-    kl = own.merge(other, on=[*by, *WINDOW], suffixes=("", "_of_other"))
-    kl["value"] = kl["log"] - kl["log_of_other"]
-    has_none = kl["own_budget"].isna() | kl["own_budget_of_other"].isna()
-    kl["is_missed"] |= kl["is_missed_of_other"] | has_none
-    found = estimates(kl, by, over_models=True)
-    found["is_missed"] = kl.groupby(by)["is_missed"].any()
-    found["count"] = kl.groupby(by).size()
-    own, other = sides("answers", answers.assign(seq_len=0))
-    of_answers = _gaps(own, other, by).rename(columns={"num_questions": "count"})
-
-    rows = said.merge(pd.concat([found, of_answers]).reset_index(), on="number", how="left")
-    rows = rows.sort_values(by, kind="stable")
-    is_kl = rows["of"] == "KL"
-    least, most = rows["low"].where(is_kl, -rows["high"]), rows["high"].where(is_kl, -rows["low"])
-    bound = np.log(rows["at_most"]).where(is_kl, rows["less"])  # of answers, of what is lost
-    cases = {
-        NOT_MEASURED: rows["mean"].isna(),
-        OTHER_BUDGET: rows["is_missed"].eq(True),
-        HOLDS: most <= bound,
-        FAILS: least > bound,
-    }
-    return rows.assign(verdict=np.select([*cases.values()], [*cases], UNSURE))

@@ -57,16 +57,18 @@ _RUN = "experiment model method codec label settings asked_budget dense_layers"
 _TIMED = "experiment platform source model method label settings batch_size prompt_len gen_len"
 ACCURACY = (
     *named(
-        "experiment model method label settings task metric value stderr difference "
-        "difference_stderr p gained lost detectable num_samples num_contexts num_fewshot "
-        "seq_len budget unmet_budget budget_artifact device_frac resident_frac"
+        "experiment model method label settings task first stop depth metric value stderr "
+        "difference difference_stderr p gained lost detectable num_samples num_contexts "
+        "num_fewshot seq_len budget unmet_budget budget_artifact device_frac resident_frac"
     ),
     *OF_SOME_RUNS,
     *named("repeats_stderr source shipped run_id"),
 )
 """`difference` to `detectable` are to the full cache on the same questions or windows.
-`repeats_stderr`: of a mean over several answers to each question, over repeats of the same
-questions. `shipped`: `yes` for a row that came with the project (`results/write.py`)."""
+`first`, `stop`, `depth`: of a range of a text's tokens, or of needles at some depth; empty for a
+whole text or task. `repeats_stderr`: of a mean over several answers to each question, over repeats
+of the same questions. `shipped`: `yes` for a row that came with the project
+(`results/write.py`)."""
 LATENCY = (
     *named(_TIMED),
     *SERVING,
@@ -144,8 +146,7 @@ IDENTITY = _split({
     "board_answers": f"{_OF_BOARD} task",
     "board_steps": f"{_OF_BOARD} platform batch_size prompt_len",
 })  # fmt: skip
-"""Columns that identify what was measured, by shape of table. A chunk or a depth has the identity
-of its task."""
+"""Columns that identify what was measured, by shape of table."""
 _EVERY = {column.name: column for columns in TABLES.values() for column in columns}
 WORDS = {name for name, column in _EVERY.items() if column.digits is None}
 """Columns of words. All other columns are of numbers."""
@@ -155,19 +156,9 @@ MARKED = re.compile(f"^'(?={FORMULA.pattern})")
 NO_TABLE = "not a table of results"
 
 
-def are_parts(rows: pd.DataFrame) -> pd.Series:
-    """Whether each row is of a chunk of its text, or of some depths of its task."""
-    return rows["task"].str.endswith("]")
-
-
-def are_depths(rows: pd.DataFrame) -> pd.Series:
-    """Whether each row is of some depths of its task."""
-    return rows["task"].str.endswith(" %]")
-
-
-def whole_tasks(rows: pd.DataFrame) -> pd.Series:
-    """The task of each row; of a part that of which it is one."""
-    return rows["task"].str.split("[").str[0]
+def whole_tasks(rows: pd.DataFrame) -> pd.DataFrame:
+    """The accuracy rows that are of no range of tokens and no depth."""
+    return rows[rows["first"].isna() & rows["depth"].isna()]
 
 
 def column(name: str) -> Metric:
@@ -176,10 +167,9 @@ def column(name: str) -> Metric:
 
 
 MARKS = {
-    "text": "board_texts", "context_id": "board_answers", "apart": "board",
-    "claim": "board_claims", "closer": "board_pairs", "domain": "board_models",
-    "series": "analysis", "metric": "accuracy",
-    "compute_s": "board_steps", "largest_batch": "capacity",
+    "text": "board_texts", "context_id": "board_answers", "compute_s": "board_steps",
+    "apart": "board", "closer": "board_pairs",
+    "series": "analysis", "metric": "accuracy", "largest_batch": "capacity",
 }  # fmt: skip
 """By the first of these columns that a row has, its shape of table; by none, `latency`."""
 

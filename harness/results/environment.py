@@ -67,23 +67,17 @@ def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def gpu_facts(uuid: str) -> dict[str, Any]:
-    """Driver, PCIe link and clocks (MHz) of a GPU, by the names of `OF_A_GPU`; None for what
-    nvidia-smi does not tell. uuid: of torch, without a prefix."""
-    facts: dict[str, Any] = dict.fromkeys(OF_A_GPU.values())
+def gpu_facts(uuid: str) -> dict[str, str]:
+    """Driver, PCIe link and clocks (MHz) of a GPU, by the names of `OF_A_GPU`, as nvidia-smi tells
+    them; {} where it does not. uuid: of torch, without a prefix."""
     fields = ",".join(("uuid", *OF_A_GPU))
     told = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     gpus = list(csv.reader((told or "").splitlines(), skipinitialspace=True))
     for of_gpu, *values in gpus:
         # A part of a GPU (MIG) has an id of its own.
         if of_gpu.removeprefix("GPU-") == uuid or len(gpus) == 1:
-            facts = dict(zip(facts, map(_number, values), strict=True))
-            facts["driver"] = values[0]
-    return facts
-
-
-def _number(told: str) -> int | None:
-    return int(told) if told.isdecimal() else None
+            return dict(zip(OF_A_GPU.values(), values, strict=True))
+    return {}
 
 
 def num_cores() -> int:

@@ -89,7 +89,8 @@ def corpus(config: CorpusConfig, data: DataConfig) -> dict[str, str]:
     """The scored text."""
     read = partial(corpus_text, config, data)
     if config.path is None and config.name == "wikitext2" and data.name == "hub":
-        return {"corpus": rows.revision(*WIKITEXT_HUB, read)}
+        path, part = WIKITEXT_HUB
+        return {"corpus": rows.revision({"dataset_path": path, "dataset_name": part}, read)}
     return {"corpus": text_sha256(read())}
 
 
@@ -140,9 +141,9 @@ def _folder(folder: Path) -> str:
 def _leaf(leaf: Leaf, digest: str, data: DataConfig) -> str:
     """The identity of a task with its data. digest: of its YAML."""
     task = leaf.config
-    own = rows.own_files(task)
-    if own:
-        return text_sha256(digest, *(files_sha256(paths) for _, paths in sorted(own.items())))
+    if rows.names_files(task):
+        own = sorted(rows.own_files(task).items())
+        return text_sha256(digest, *(files_sha256(paths) for _, paths in own))
     if leaf.makes_rows or data.name == "offline":
         return digest
     if data.name == "local":
@@ -151,10 +152,8 @@ def _leaf(leaf: Leaf, digest: str, data: DataConfig) -> str:
         for split, paths in sorted(files.items()):
             lines.append(f"{split} {files_sha256(paths)}")
         return text_sha256(*lines)
-    path, part = str(task.get("dataset_path")), task.get("dataset_name")
     fetch = partial(rows.hub_rows, leaf.task_name, task)
-    has_options = bool(rows.hub_options(task))
-    return text_sha256(digest, rows.revision(path, part, fetch, has_options=has_options))
+    return text_sha256(digest, rows.revision(task, fetch))
 
 
 # Code

@@ -30,8 +30,7 @@ PERCENT, POINTS = Unit("%", 100), Unit("points", 100)
 """Shares, and differences of shares."""
 NATS, TOKENS, MS, GIB_PER_S = Unit("nats"), Unit("tokens"), Unit("ms", 1e3), Unit("GiB/s", 1 / GIB)
 IN_GIB, IN_MIB, IN_KIB = Unit("GiB", 1 / GIB), Unit("MiB", 1 / MIB), Unit("KiB", 1 / KIB)
-NUMBER, POSITIVE = Unit(), Unit()
-"""Plain numbers; perplexities, which are of any size."""
+NUMBER = Unit()
 
 
 class Metric(NamedTuple):
@@ -102,8 +101,8 @@ SCORES = (
     Metric("known_budget", "budget where the question is known", PERCENT, 1),
     Metric("generated_tokens", "generated", TOKENS, 1),
     Metric("at_limit", "answers at the limit of tokens", PERCENT, 1),
-    Metric("perplexity", "perplexity", POSITIVE, 3),
-    Metric("perplexity_full", "full cache's perplexity", POSITIVE, 3),
+    Metric("perplexity", "perplexity", NUMBER, 3),
+    Metric("perplexity_full", "full cache's perplexity", NUMBER, 3),
     KL,
     Metric("top1_agreement", "top-1 agreement", PERCENT, 1),
     Metric("attention_recall", "attention recall", PERCENT, 1),
@@ -138,7 +137,7 @@ WAYS = {
     "known": "question known",
     "unknown_less_known": "unknown less known",
 }
-"""What stands before a metric of `kind=turns`, as in `known,acc`, in words."""
+"""What stands before a metric of `prefill=both`, as in `known,acc`, in words."""
 
 
 def quantity(metric: str) -> Metric:
@@ -240,10 +239,16 @@ NUM_SAMPLES = Metric("num_samples", "samples", NUMBER, 0, phrase="n = {:,.0f}")
 NUM_FEWSHOT = Metric("num_fewshot", "shots", NUMBER, 0, phrase="{:.0f}-shot")
 SEQ_LEN = Metric("seq_len", "length", TOKENS, 0, phrase="{:,.0f} tokens")
 DENSE_LAYERS = Metric("dense_layers", "dense layers", NUMBER, 0)
+NUM_DEPTHS = 5
+DEPTH = Metric("depth", "depth of the needle", PERCENT, 0)
+"""Where in the prompt a fifth of it begins in which the needles of a row stand."""
+FIRST, STOP = Metric("first", "from token", TOKENS, 0), Metric("stop", "to token", TOKENS, 0)
+"""The range of a text's tokens that a row is of."""
 APART = Metric("apart", "why it is not compared")
 CLAIM = Metric("claim", "claim")
 _COLUMNS = (
-    LABEL, SETTINGS, LAYER, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, DENSE_LAYERS, APART, CLAIM,
+    LABEL, SETTINGS, LAYER, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, DENSE_LAYERS, FIRST, STOP, DEPTH,
+    APART, CLAIM,
     BUDGET, UNMET_BUDGET, DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, KL, *SEGMENTS, *SERVING,
     ASKED_BUDGET, NUM_CONTEXTS, STEP, RATIO, ANSWERS, ANSWERS_DIFFERENCE,
     *map(Metric, (

@@ -18,7 +18,7 @@ from harness.errors import UserError, reason
 from harness.files import text_sha256, write_atomic
 from harness.results.inputs import CODE
 from harness.settings.config import CPU_DTYPE, RunConfig, prompt_of_window
-from harness.settings.kinds import foreign_settings
+from harness.settings.kinds import RENAMED, foreign_settings
 from harness.settings.schema import CONF_DIR
 
 SCHEMA = 5
@@ -36,7 +36,8 @@ identity instead."""
 IN_COLUMNS = {
     "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "budget_rule",
     "results_dir", "corpus.name", "corpus.path", "platform.name", "data.name",
-    "data.root", "task.include_path", "latency.batch_size", "latency.prompt_len", "latency.gen_len",
+    "data.root", "task.include_path", "latency.batch_size", "latency.largest", "latency.prompt_len",
+    "latency.gen_len",
 }  # fmt: skip
 """Settings that `changed_settings` leaves out: a table has a column for them, or they decide no
 number."""
@@ -45,10 +46,6 @@ OF_SHEET = "platform.sheet."
 GROUPS = ("method", "task", "latency", "sampling")
 """Groups whose settings are named without the group on the command line or in a table, but for one
 that has the name of a setting of the run, such as `method.budget`."""
-HOST_DECIDES = "capacity"
-"""The kind of run of which `platform.host_gib` decides numbers: the largest batch. Elsewhere it
-decides whether a run is refused."""
-
 Record = Mapping[str, Any]
 """`harness.run.runner` makes it: who ran what (run_id, settings_id, experiment, kind, config,
 inputs, environment), how it ended (status, error, seconds), and what was measured: the fields of
@@ -94,7 +91,7 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
     left out.
     """
     left_out = foreign_settings(config.kind) | IN_COLUMNS
-    if config.kind != HOST_DECIDES:
+    if not config.latency.largest:  # else the host decides how large, not only whether it runs
         left_out |= {"platform.host_gib"}
     if config.prefill_len == prompt_of_window(config.seq_len):
         left_out |= {"prefill_len"}
@@ -157,7 +154,7 @@ def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
     where files lie. inputs: sha256 of every input by name."""
     foreign, settings = foreign_settings(config.kind), without_paths(plain(config))
     deciding = {name: value for name, value in settings.items() if name not in foreign}
-    if "platform" in deciding and config.kind != HOST_DECIDES:
+    if "platform" in deciding and not config.latency.largest:
         del deciding["platform"]["host_gib"]
     read = {name: digest for name, digest in inputs.items() if not name.startswith(CODE)}
     return _digest_of({"config": deciding, "inputs": read})[:16]
@@ -202,6 +199,8 @@ def read_record(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no record of this version (schema {SCHEMA}); {DELETE}")
     if record.get(DIGEST) != _digest(record) or record["run_id"] != path.parent.name:
         raise UserError(f"{path}: damaged record (changed since it was written); {DELETE}")
+    for named in (record, record["config"]):
+        named["kind"] = RENAMED.get(named["kind"], (named["kind"],))[0]
     return record
 
 

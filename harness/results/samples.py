@@ -6,16 +6,15 @@ Each difference has its standard error and the smallest difference that would ha
 see `docs/results.md`.
 """
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from harness.results.inputs import CODE
 from harness.results.record import Record, current, read_all, without_paths
 from harness.results.stats import detectable, two_sided_p, unseen_rate
 from harness.settings.kinds import COMMON, find
@@ -40,48 +39,45 @@ MAY_DIFFER = {*COMMON, *OF_METHODS, "tasks"} - {"kind", "model"}
 """Settings in which a run and its full cache may differ: the method's own, and further tasks of the
 same run."""
 
-KEY = ["run_id", "task", "metric"]
-SAMPLES = [*KEY, "question", "context", "value", "full"]
+KEY = ["run_id", "task", "first", "metric"]
+SAMPLES = ["experiment", *KEY, "asked", "question", "context", "value", "full"]
 DIFFERENCE = ["difference", "difference_stderr", "p", "gained", "lost", "detectable"]
 DIFFERENCES = [*KEY, *DIFFERENCE, "mean", "num_pairs", "num_contexts"]
 """gained, lost: questions that only the run, or only the other, answers correctly; none unless
 every answer is right or wrong. mean: of the run's own values, exp of it for a perplexity.
 num_pairs: questions, windows or prompts. num_contexts: those whose errors are independent."""
-ROUND = str.maketrans("[]", "()")
-NOT_ASKED = {"windows", "prompts"}
-"""Samples of a run on a text. All others are questions, by task."""
 
 
 # Samples
 
 
 def samples_of(records: Iterable[Record]) -> pd.DataFrame:
-    """A row per run, task, metric, and question, window or prompt, with the columns `SAMPLES`.
+    """A row per run on texts or tasks, task, metric, and question, window or prompt, with the
+    columns `SAMPLES`.
 
-    question: its number. context: samples of one context are one cluster of errors. value: of the
-    metric; of a perplexity the mean negative log-likelihood. full: of the full cache where the run
-    itself measured it, on windows.
+    first: of a range of a text's tokens; NaN for all of it. question: its number. context: samples
+    of one context are one cluster of errors. value: of the metric; of a perplexity the mean
+    negative log-likelihood. full: of the full cache where the run itself measured it, on windows.
+    asked: on questions, what decides them; None on windows and prompts.
     """
     rows: list[tuple[Any, ...]] = []
     for record in records:
-        run = record["run_id"]
+        if record["table"] != "accuracy":
+            continue
+        run = record["experiment"], record["run_id"]
         for name, entries in record["metrics"].items():
-            rows += _rows(run, task_of(name), entries, _raw_samples(record, name))
+            task, asked = (*run, task_of(name)), _asked(record, name)
+            rows += _rows((*task, math.nan), asked, entries, _raw_samples(record, name))
             for chunk in record["chunks"]:
-                task = chunk_of(name, chunk)
-                rows += _rows(run, task, chunk["metrics"], chunk.get("windows", ()))
+                windows = chunk.get("windows", ())
+                rows += _rows((*task, chunk["first"]), asked, chunk["metrics"], windows)
     frame = pd.DataFrame(rows, columns=SAMPLES)
-    return frame.astype({"value": float, "full": float})
+    return frame.astype({"first": float, "value": float, "full": float})
 
 
 def task_of(name: str) -> str:
-    """A task, or the file name of a text; square brackets in it become round."""
-    return Path(name).name.translate(ROUND)
-
-
-def chunk_of(name: str, chunk: Mapping[str, Any]) -> str:
-    """A text's range of tokens, `offline[256:512]`."""
-    return f"{task_of(name)}[{chunk['first']}:{chunk['stop']}]"
+    """A task, or the file name of a text."""
+    return Path(name).name
 
 
 def _raw_samples(record: Record, name: str) -> Sequence[Sample]:
@@ -94,7 +90,7 @@ def _raw_samples(record: Record, name: str) -> Sequence[Sample]:
 
 
 def _rows(
-    run: str, task: str, metrics: Iterable[str], samples: Sequence[Sample]
+    key: tuple[Any, ...], asked: str | None, metrics: Iterable[str], samples: Sequence[Sample]
 ) -> Iterator[tuple[Any, ...]]:
     for metric in metrics:
         field = EXPONENTIAL.get(metric, metric)
@@ -102,24 +98,24 @@ def _rows(
             if isinstance(sample.get(field), int | float):
                 place = sample.get("question", number), sample.get("context", number)
                 full = sample.get("nll_full") if metric == "perplexity" else None
-                yield run, task, metric, *place, sample[field], full
+                yield *key, metric, asked, *place, sample[field], full
 
 
 # Differences
 
 
 def differences_of(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Differences of means: a row per run, task and metric, with the columns `DIFFERENCES`.
+    """Differences of means: a row per run, task, range and metric, with the columns `DIFFERENCES`.
 
     pairs: as `samples_of`, with the other run's value in `full`. A task without the other's answer
     to one of its questions has no row.
     """
     rows = []
-    for (run, task, metric), of_key in pairs.groupby(KEY):
+    for values, of_key in pairs.groupby(KEY, dropna=False):
         if of_key["full"].notna().all():
-            key = {"run_id": run, "task": task, "metric": metric}
-            rows.append(key | _difference(str(metric), of_key))
-    numbers = dict.fromkeys(DIFFERENCES[len(KEY) :], float)
+            key = dict(zip(KEY, values, strict=True))
+            rows.append(key | _difference(str(key["metric"]), of_key))
+    numbers = dict.fromkeys(["first", *DIFFERENCES[len(KEY) :]], float)
     return pd.DataFrame(rows, columns=DIFFERENCES).astype(numbers)
 
 
@@ -209,69 +205,39 @@ def full_runs(*results_dirs: str | Path) -> list[Record]:
     return found
 
 
-class Baselines:
-    """The full cache's runs.
+def with_full(
+    records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple
+) -> pd.DataFrame:
+    """The samples of runs of methods, with the full cache's value on a question in `full`: of its
+    newest run, whatever code made it, one of the own experiment before others. `full_run`: its id.
 
-    A run is compared with the newest one on the same questions, whatever code made it; one of its
-    own experiment comes first.
-
-    records: finished records. elsewhere: returns further ones; called once, and only if `records`
-    has no match.
+    elsewhere: returns further records; called only if an answer is missing among `records`.
     """
-
-    def __init__(
-        self, records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple
-    ) -> None:
-        self._here = _newest_first(records)
-        self._elsewhere = cache(lambda: _newest_first(elsewhere()))
-
-    def runs_for(self, record: Record) -> Iterator[Record]:
-        """The full cache's runs on the same questions, the own experiment's first, those from
-        elsewhere last."""
-        for full_runs in (lambda: self._here, self._elsewhere):
-            known = sorted(full_runs(), key=lambda run: run["experiment"] != record["experiment"])
-            for full in known:
-                if same_questions(record, full):
-                    yield full
+    records = list(records)
+    own = samples_of(record for record in records if not is_full(record)).assign(full_run=None)
+    for known in (lambda: records, elsewhere):
+        if (own["full"].isna() & own["asked"].notna()).any():
+            own = _answered(own, known())
+    return own
 
 
-def with_full(samples: pd.DataFrame, records: Iterable[Record], full: Baselines) -> pd.DataFrame:
-    """The samples of runs of methods, with the full cache's value on a question in `full`: that of
-    the first of its runs which has one."""
-    matches, runs = [], {}
-    for record in records:
-        is_asked = not record["samples"].keys() & NOT_ASKED
-        for run in full.runs_for(record) if is_asked and not is_full(record) else ():
-            runs[run["run_id"]] = run
-            matches.append((record["run_id"], run["run_id"]))
-            if record["samples"].keys() <= run["samples"].keys():
-                break
-    answer = [*KEY[1:], "question"]
-    answers = samples_of(runs.values())[["run_id", *answer, "value"]]
-    answers = answers.rename(columns={"run_id": "full_run", "value": "answer"})
-    found = pd.DataFrame(matches, columns=["run_id", "full_run"]).merge(answers, on="full_run")
-    found = found.drop_duplicates(["run_id", *answer]).drop(columns="full_run")
-    of_methods = {record["run_id"] for record in records if not is_full(record)}
-    pairs = samples[samples["run_id"].isin(of_methods)]
-    pairs = pairs.merge(found, how="left", on=["run_id", *answer])
-    return pairs.assign(full=pairs["full"].fillna(pairs["answer"]))
+def _answered(own: pd.DataFrame, records: Iterable[Record]) -> pd.DataFrame:
+    newest = sorted(filter(is_full, records), key=lambda record: record["started"], reverse=True)
+    same = [*KEY[1:], "asked", "question"]
+    answers = samples_of(newest)[["experiment", "run_id", *same, "value"]].dropna(subset="asked")
+    pairs = own.reset_index().merge(answers, how="left", on=same, suffixes=("", "_of_full"))
+    pairs["is_other"] = pairs["experiment"] != pairs["experiment_of_full"]
+    pairs = pairs.sort_values(["index", "is_other"], kind="stable").drop_duplicates("index")
+    pairs = pairs.set_index("index")
+    full = own["full"].fillna(pairs["value_of_full"])
+    return own.assign(full=full, full_run=own["full_run"].fillna(pairs["run_id_of_full"]))
 
 
-def _newest_first(records: Iterable[Record]) -> list[Record]:
-    return sorted(filter(is_full, records), key=lambda record: record["started"], reverse=True)
-
-
-def same_questions(record: Record, full: Record) -> bool:
-    """Whether two runs were asked the same questions of the same model.
-
-    Each may have read further tasks.
-    """
+def _asked(record: Record, name: str) -> str | None:
+    """What decides the questions of a task: its data, the model and settings; None on a text."""
+    if name not in record["samples"]:
+        return None
     names = {"kind", "model", *find(record["kind"]).depends_on} - MAY_DIFFER
-    of_own, of_full = ({name: run["config"].get(name) for name in names} for run in (record, full))
-    if without_paths(of_own) != without_paths(of_full):
-        return False
-    own, other = record["inputs"], full["inputs"]
-    for name in own.keys() & other.keys() - OF_METHODS:
-        if not name.startswith(CODE) and own[name] != other[name]:
-            return False
-    return True
+    settings = without_paths({each: record["config"].get(each) for each in names})
+    data = [record["inputs"].get(each) for each in ("model", "include_path", name)]
+    return json.dumps([settings, data], sort_keys=True)

@@ -22,7 +22,6 @@ from harness.results.metrics import (
     DEVICE_FRAC,
     LABEL,
     MISSING,
-    POSITIVE,
     RESIDENT_FRAC,
     SETTINGS,
     Metric,
@@ -97,7 +96,8 @@ def note(name: str, **fields: object) -> str:
 
 RIGHT_OR_WRONG = ("acc", "acc_norm", "exact_match")
 """Metrics that are the share of questions that were answered right."""
-OF_WINDOWS = ("perplexity", "perplexity_full", "kl_nats", "top1_agreement")
+PERPLEXITIES = ("perplexity", "perplexity_full")
+OF_WINDOWS = (*PERPLEXITIES, "kl_nats", "top1_agreement")
 """Metrics whose contexts are windows of a text."""
 FEWEST_CONTEXTS = 3
 """Of an interval: with two it would go 12.7 standard errors to each side."""
@@ -160,7 +160,7 @@ def counted(row: pd.Series) -> str:
 def show_value(row: pd.Series) -> str:
     """A row's value: a perplexity of any size with four digits, right answers as `counted`."""
     shown = quantity(row["metric"])
-    if shown.unit is not POSITIVE or not row["value"]:
+    if row["metric"] not in PERPLEXITIES or not row["value"]:
         return counted(row) or shown.show(row["value"])
     decimals = min(shown.digits or 0, decimals_of(row["value"], SCORE_DIGITS))
     return f"{row['value']:,.{decimals}f}"

@@ -28,13 +28,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tabulate import tabulate
-
-from harness.results import columns
 
 if TYPE_CHECKING:
     from harness.decode.session import LiveSession
@@ -66,18 +63,6 @@ class StepStats(StepTimes):
     disk_kv_bytes: int | None = None
     disk_read_bytes: int | None = None
     tokens_evicted: float | None = None
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: a line for each number that there is, in the units of the
-        tables."""
-        lines = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                known = columns.column(field.name)
-                shown = str(value) if known.digits is None else known.show(value)
-                lines.append([known.heading or field.name.replace("_", " "), shown])
-        return tabulate(lines, tablefmt="html", disable_numparse=True)
 
 
 def times_of(

@@ -1,6 +1,7 @@
 """Records as frames: a row per timed run, per point of an analysis, else per task and metric,
 compared with the full cache."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from harness.results.metrics import (
     ATTENTION_ERROR_P95,
     DENSE_LAYERS,
     LAYER,
+    NUM_DEPTHS,
     OF_SOME_RUNS,
 )
 from harness.results.record import Record, current, in_words
@@ -21,9 +23,7 @@ from harness.results.samples import (
     DIFFERENCES,
     KEY,
     LAYERS,
-    Baselines,
     Sample,
-    chunk_of,
     clustered_stderr,
     differences_of,
     over_tasks,
@@ -43,8 +43,6 @@ CONDITIONS = (
 NO_METRICS = {*CONDITIONS, "num_truncated", "num_dense", "num_contexts"}
 IN_BUDGET = ("budget", DENSE_LAYERS.name)
 """Settings of a method that the budget in the name of a series says: it counts dense layers."""
-NUM_DEPTHS = 5
-DEPTH_PERCENT = 100 // NUM_DEPTHS
 Row = dict[str, Any]
 
 
@@ -77,7 +75,7 @@ def frames_of(
             rows[record["table"]].append(of_run | row)
     frames = {shape: with_columns(pd.DataFrame(rows[shape]), shape) for shape in rows}
     scored = [record for record in finished if record["table"] == "accuracy"]
-    frames["accuracy"] = _compared(frames["accuracy"], scored, Baselines(scored, elsewhere))
+    frames["accuracy"] = _compared(frames["accuracy"], scored, elsewhere)
     return frames
 
 
@@ -153,12 +151,8 @@ def _rows_of(record: Record) -> Iterator[Row]:
 
 
 def _scores(record: Record) -> Iterator[Row]:
-    """A row for each task and metric.
-
-    The row of a chunk has its range of tokens in the task, such as `offline[256:512]`; the row of a
-    needle's depth, a fifth of the prompt, has length and depth, such as `niah_single_1[2048, 20-40
-    %]`.
-    """
+    """A row for each task and metric, then those of ranges of a text's tokens, and of lengths and
+    depths of needles."""
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
     for name, entries in record["metrics"].items():
@@ -169,8 +163,8 @@ def _scores(record: Record) -> Iterator[Row]:
             yield of_task | value
         for chunk in record["chunks"]:
             for value in _values(chunk["metrics"]):
-                yield of_part | value | {"task": chunk_of(name, chunk)}
-        for depth in depth_rows(of_task["task"], record["samples"].get(name, ())):
+                yield of_part | value | {part: chunk[part] for part in ("first", "stop")}
+        for depth in depth_rows(record["samples"].get(name, ())):
             yield of_task | depth
 
 
@@ -187,21 +181,19 @@ def _values(entries: Mapping[str, Any]) -> Iterator[Row]:
             }
 
 
-def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[Row]:
+def depth_rows(samples: Sequence[Sample]) -> Iterator[Row]:
     """A row for each length in tokens and depth of the needle; none for a task without needles."""
     needles = pd.DataFrame([sample for sample in samples if sample.get("depth") is not None])
     if needles.empty:
         return
-    firsts = DEPTH_PERCENT * (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
-    places = []
-    for length, first in zip(needles["length"], firsts, strict=True):
-        places.append(f"{length}, {first}-{first + DEPTH_PERCENT} %")
-    for place, of_place in needles.groupby(places, sort=False):
-        metric = str(of_place["length"].iloc[0])
-        scores = of_place[metric].tolist()
+    needles["fifth"] = (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
+    place = ["length", "fifth"]
+    for _, found in needles.groupby(place, sort=False):
+        length, fifth = found[place].iloc[0].tolist()
+        scores = found[str(length)].tolist()
         yield {
-            "task": f"{task}[{place}]",
-            "metric": metric,
+            "depth": fifth / NUM_DEPTHS,
+            "metric": str(length),
             "value": sum(scores) / len(scores),
             "stderr": clustered_stderr(scores, range(len(scores))),
             "num_samples": len(scores),
@@ -212,20 +204,20 @@ def depth_rows(task: str, samples: Sequence[Sample]) -> Iterator[Row]:
 # Beside the full cache
 
 
-def _compared(scores: pd.DataFrame, records: Sequence[Record], full: Baselines) -> pd.DataFrame:
+def _compared(
+    scores: pd.DataFrame, records: Sequence[Record], elsewhere: Callable[[], Iterable[Record]]
+) -> pd.DataFrame:
     """The scores with their differences to the full cache, and the number of contexts."""
-    samples = samples_of(records)
-    differences = _of_means(differences_of(with_full(samples, records, full)), scores)
-    of_groups = _of_means(_of_groups(records, differences), scores)
-    differences = pd.concat([differences, of_groups]).set_index(KEY)
-    contexts = samples.groupby(KEY)["context"].nunique()
-    keys = pd.MultiIndex.from_frame(scores[KEY])
-    found = scores.copy()
-    found[DIFFERENCE] = differences[DIFFERENCE].reindex(keys).to_numpy()
-    for counts in (contexts, differences["num_contexts"]):
-        counted = pd.Series(counts.reindex(keys).to_numpy(), scores.index)
-        found["num_contexts"] = counted.fillna(found["num_contexts"])
-    return found
+    samples, of_all = samples_of(records), scores[scores["depth"].isna()]
+    differences = _of_means(differences_of(with_full(records, elsewhere)), of_all)
+    of_groups = _of_means(_of_groups(records, differences), of_all)
+    differences = pd.concat([differences, of_groups])[[*KEY, *DIFFERENCE, "num_contexts"]]
+    counted = samples.groupby(KEY, dropna=False)["context"].nunique().rename("counted")
+    numbers = differences.merge(counted.reset_index(), how="outer", on=KEY).assign(depth=math.nan)
+    found = scores.drop(columns=DIFFERENCE).rename(columns={"num_contexts": "of_run"})
+    found = found.merge(numbers, how="left", on=[*KEY, "depth"])
+    contexts = found["num_contexts"].fillna(found.pop("counted")).fillna(found.pop("of_run"))
+    return found.assign(num_contexts=contexts)
 
 
 def _of_means(differences: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
@@ -247,5 +239,5 @@ def _of_groups(records: Iterable[Record], differences: pd.DataFrame) -> pd.DataF
             for metric, parts in of_tasks.groupby("metric"):
                 if len(parts) == len(tasks) and parts["num_pairs"].nunique() == 1:
                     key = {"run_id": record["run_id"], "task": task_of(name), "metric": metric}
-                    rows.append(key | over_tasks(parts))
-    return pd.DataFrame(rows, columns=DIFFERENCES)
+                    rows.append(key | {"first": math.nan} | over_tasks(parts))
+    return pd.DataFrame(rows, columns=DIFFERENCES).astype({"first": float})

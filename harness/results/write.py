@@ -27,7 +27,6 @@ from harness.results.columns import (
     csv_of,
     read_frame,
     shape_of,
-    whole_tasks,
     with_columns,
 )
 from harness.results.metrics import rank
@@ -47,7 +46,7 @@ TIMED_RUN = [*MACHINE, "batch_size", "prompt_len", "gen_len"]
 """What a timed run is of, besides its system."""
 _OF_BOARD = "dense_layers run_id"
 ORDER = {
-    "accuracy": "model label whole seq_len budget first second rank run_id",
+    "accuracy": "model label task seq_len budget part end rank run_id",
     "latency": "model label batch_size prompt_len gen_len budget run_id",
     "capacity": "model label platform prompt_len gen_len memory_bytes batch_size budget run_id",
     "board_texts": f"model label asked_budget seq_len text {_OF_BOARD} window",
@@ -55,16 +54,16 @@ ORDER = {
     "board_steps": f"model label asked_budget {_OF_BOARD}",
 }
 """By shape of table, the columns that its rows are sorted by; points of an analysis stand as they
-were made. `whole`, `first` and `second`: a task, and the numbers in its brackets."""
+were made. `part` and `end`: the range of tokens, or length and depth."""
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
     """Write `tables/<experiment>.csv` and `.md` anew from finished records and shipped rows.
 
     `latency` also gives the tables of the figures of speed, `perplexity` the errors of attention
-    outputs by layer; `board` gives the windows, answers and steps that the board is made of. What
-    is modelled of capacity stands in a table of its own, `<experiment>-modelled`. A table without
-    rows is removed. One process at a time writes the tables of a folder.
+    outputs by layer; `board` gives the windows, answers and steps that the board is made of. Runs
+    with batch_size=largest stand in `capacity`. A table without rows is removed. One process at a
+    time writes the tables of a folder.
 
     Returns the path of the CSV. Raises UserError for a damaged record or table of shipped rows, or
     if the folder cannot be written.
@@ -76,10 +75,8 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         kind = kind_of(experiment)
         shape = find(kind).table if kind else next((run["table"] for run in records), "accuracy")
         own = {experiment: (shape, frames[shape])}
-        if shape == "capacity":
-            is_modelled = frames[shape]["source"] == "modelled"
-            own[experiment] = shape, frames[shape][~is_modelled]
-            own[f"{experiment}-modelled"] = shape, frames[shape][is_modelled]
+        if len(frames["capacity"]):
+            own["capacity"] = "capacity", frames["capacity"]
         if experiment == "perplexity":
             own[LAYERS_TABLE] = "analysis", layers_of(records)
         if experiment == BOARD:
@@ -141,15 +138,10 @@ def joined(path: Path, shape: str, own: pd.DataFrame) -> pd.DataFrame:
     """
     shipped = _shipped_rows(path, shape)
     identity = list(IDENTITY[shape])
-    replaced = _whole(own)[identity].drop_duplicates()
-    found = _whole(shipped)[identity].merge(replaced, how="left", on=identity, indicator=True)
+    replaced = own[identity].drop_duplicates()
+    found = shipped[identity].merge(replaced, how="left", on=identity, indicator=True)
     stays = (found["_merge"] == "left_only").to_numpy()
     return ordered(shape, pd.concat([shipped[stays], own], ignore_index=True))
-
-
-def _whole(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the task of a chunk or a depth."""
-    return rows.assign(task=whole_tasks(rows)) if "task" in rows else rows
 
 
 def _shipped_rows(path: Path, shape: str) -> pd.DataFrame:
@@ -169,8 +161,8 @@ def ordered(shape: str, rows: pd.DataFrame) -> pd.DataFrame:
         return rows
     keys = rows.copy()
     if shape == "accuracy":
-        keys["whole"] = whole_tasks(rows)
-        keys[["first", "second"]] = rows["task"].str.extract(r"\[(\d+)\D+(\d+)").astype(float)
+        length = pd.to_numeric(rows["metric"], errors="coerce").where(rows["depth"].notna())
+        keys["part"], keys["end"] = rows["first"].fillna(length), rows["stop"].fillna(rows["depth"])
         metrics = sorted(set(rows["metric"]), key=rank)
         keys["rank"] = rows["metric"].map({metric: at for at, metric in enumerate(metrics)})
     if "asked_budget" in keys:

@@ -78,7 +78,7 @@ def run_all(
         UnfinishedError: at the end, where none failed and some were put off; each is named.
     """
     require_devices(configs)
-    resources, began = resources or Resources(), time.time()
+    resources = resources or Resources()
     resources.shares_prompts |= len(configs) > 1
     todo: list[Run] = []
     for config in bar(configs, desc="looking at runs", unit="run"):
@@ -114,7 +114,7 @@ def run_all(
                     else:
                         put_off.append(run)
                         progress.update()
-                outcomes = _outcomes(begun, resources, began)
+                outcomes = _outcomes(begun, resources)
                 for run in begun:
                     progress.set_description(run.title)
                     start, loaded_s = time.perf_counter(), resources.load_s
@@ -161,17 +161,15 @@ def _first_of(failures: Sequence[tuple[str, Exception]], num_runs: int, more: st
     return error
 
 
-def _outcomes(
-    group: Sequence[Run], resources: Resources, since: float
-) -> Iterator[Path | Exception]:
+def _outcomes(group: Sequence[Run], resources: Resources) -> Iterator[Path | Exception]:
     """The record of each run of a group, or why there is none."""
     if group and measurement_of(group[0].config.kind).process(group[0].config) is not None:
-        yield from run_apart(group, resources, since)
+        yield from run_apart(group, resources)
         return
     for run in group:
         outcome: Path | Exception
         try:
-            outcome = runner.run(run, resources, since=since)
+            outcome = runner.run(run, resources, waits=False)
         except Exception as error:
             outcome = error
         yield outcome
@@ -180,14 +178,12 @@ def _outcomes(
 # The child process of timed runs
 
 
-def run_apart(
-    runs: Sequence[Run], resources: Resources, since: float
-) -> Iterator[Path | Exception]:
+def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exception]:
     """Do `runs` in a child process; yields the record of each, or why there is none, in their
     order.
 
-    resources: learns what the child's loading took. since: as `run` takes it. Raises what ends the
-    loop, KeyboardInterrupt among them; the child has ended then.
+    resources: learns what the child's loading took. Raises what ends the loop, KeyboardInterrupt
+    among them; the child has ended then.
     """
     todo = list(runs)
     context = multiprocessing.get_context("spawn")
@@ -206,7 +202,7 @@ def run_apart(
             while todo and child.exitcode is None:
                 run = todo.pop(0)
                 try:
-                    pipe.send((run, since))
+                    pipe.send(run)
                     outcome, load_s = pipe.recv()
                     resources.load_s += load_s
                 except (EOFError, OSError):
@@ -239,11 +235,11 @@ def _child(pipe: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     resources = Resources()
     while True:
-        run, since = pipe.recv()
+        run = pipe.recv()
         resources.load_s = 0
         outcome: Path | Exception
         try:
-            outcome = runner.run(run, resources, since=since)
+            outcome = runner.run(run, resources, waits=False)
         except HeldError as error:
             outcome = error
         except Exception as error:  # not every exception can be sent

@@ -52,7 +52,7 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
 def _do(jobs: Jobs, command: Command) -> None:
     given = command.jobs[0]
     if command.prints == "help":
-        print(help_text(resolved(compose(given))))
+        print(help_text(compose(given).method.name))
     elif command.prints == "settings":
         method = load(given).method
         composed = resolved(compose({**given, "sweep": None}))

@@ -126,11 +126,6 @@ def _with_experiment(config: DictConfig, file: Path, system: str | None) -> Dict
         own = OmegaConf.load(file)
         if not isinstance(own, DictConfig):
             raise UserError(f"experiment={file}: must be settings, such as kind: perplexity")
-        known = [*map(str, config), "experiment", "kind"]
-        for name in map(str, own):
-            if name not in known:
-                unknown = f"unknown setting {name}: {nearest(name, known)}"
-                raise UserError(f"experiment={file}: {unknown}")
         files: list[Any] = [own]
         if system is not None:
             files.append(OmegaConf.load(schema.CONF_DIR / "system" / f"{system}.yaml"))

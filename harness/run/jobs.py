@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +25,16 @@ from harness.errors import (
 from harness.files import holding
 from harness.model.resources import Resources
 from harness.results import archive
-from harness.run import runner, status
+from harness.run import runner
 from harness.run.all_runs import run_all
-from harness.run.answers import answer
 from harness.run.compose import compose, load
-from harness.run.parse import require_bool
+from harness.run.kinds import measurement_of
 from harness.run.sweep import is_sweep, read_plan
 from harness.settings.kinds import find
 from harness.settings.schema import path_text
 
 Draw = Callable[[Path], Sequence[Path]]
 """Draws the figures of a results folder; returns their paths."""
-SAID_AFTER_S = 10.0
-"""A run that takes so long is told on stderr, when it ends."""
 
 
 @dataclass
@@ -49,8 +43,7 @@ class Jobs:
 
     given: the settings of each. resources: shared by them. draw: makes the figures of a results
     folder. paths: records of the finished runs. gaps: what a sweep left out, in lines. exit_code: a
-    bug's, else the last failure's, else 0. draws: a sweep ran, so draw its figures. seconds: that
-    each new run took without its model's loading.
+    bug's, else the last failure's, else 0. draws: a sweep ran, so draw its figures.
     """
 
     given: Sequence[Mapping[str, Any]]
@@ -60,7 +53,6 @@ class Jobs:
     gaps: list[str] = field(default_factory=list)
     exit_code: int = 0
     draws: bool = False
-    seconds: list[float] = field(default_factory=list)
 
     def run_all(self) -> None:
         """Do all jobs here, one after another; the error of each is printed. Raises UserError
@@ -80,23 +72,17 @@ class Jobs:
         if given.get("export") is not None:
             print(_export(given, config.results_dir))
         elif is_sweep(config):
-            self._run_sweep(given, asks_status=require_bool("status", config.status))
-        elif require_bool("status", config.status):
-            results_dir = path_text(config.results_dir, "results_dir")
-            print(status.render(status.of_folder(results_dir)))
+            self._run_sweep(given)
         else:
             for name in given:
                 if name.startswith("sweep."):
                     raise UserError(f"{name}={given[name]}: needs an experiment that is many runs")
-            self._run_one(number)
+            self._run_one(given)
 
-    def _run_sweep(self, given: Mapping[str, Any], *, asks_status: bool) -> None:
+    def _run_sweep(self, given: Mapping[str, Any]) -> None:
         # It takes seconds.
         print(f"experiment={given['experiment']}: composing its runs", file=sys.stderr, flush=True)
         plan = read_plan(given)
-        if asks_status:
-            print(status.render(status.of_runs(map(runner.Run.of, plan.runs))))
-            return
         self.draws = True
         self.gaps += plan.gaps()
         for line in plan.gaps():
@@ -104,33 +90,15 @@ class Jobs:
         for path in run_all(plan.runs, plan.minutes, self.resources):
             self.paths.append(path)
 
-    def _run_one(self, number: int) -> None:
-        config = load(self.given[number])
+    def _run_one(self, given: Mapping[str, Any]) -> None:
+        config = load(given)
         runner.require_devices([config])
         if not find(config.kind).keeps_record:
             with runner.users_faults(config):
-                answer(config, self.resources)
+                measurement_of(config.kind).run(config, self.resources)
             return
         run = runner.Run.of(config)
-        is_new = not run.is_finished()
-        began, loaded_s = time.perf_counter(), self.resources.load_s
         self.paths.append(runner.run(run, self.resources))
-        if is_new:
-            load_s = self.resources.load_s - loaded_s
-            self._say_how_far(number, run.title, time.perf_counter() - began, load_s)
-
-    def _say_how_far(self, number: int, title: str, seconds: float, load_s: float) -> None:
-        """After a run that took long: how long, and of several jobs when they will end, for which
-        no model is loaded or converted again."""
-        self.seconds.append(seconds - load_s)
-        if seconds < SAID_AFTER_S:
-            return
-        line = f"{title}: took {timedelta(seconds=round(seconds))}"
-        num_jobs = len(self.given)
-        if num_jobs > 1:
-            left = (num_jobs - number - 1) * statistics.fmean(self.seconds)
-            line += f"; {number + 1} of {num_jobs}, {timedelta(seconds=round(left))} left"
-        print(line, file=sys.stderr, flush=True)
 
     def words_of(self, number: int) -> str:
         """What tells a job from the others."""

@@ -11,10 +11,9 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, nearest
-from harness.run.kinds import measurement_of
 from harness.settings import own_method, rules, systems
 from harness.settings.codecs import CODEC_WORDS, codec_names, codec_words
 from harness.settings.config import (
@@ -38,7 +37,7 @@ OF_ROWS = (*OF_THE_CODEC, "group_size", "residual", "gpu_cache")
 """Settings of how rows are stored, which a method's file may have."""
 OF_THE_FILE = ("_target_", "title", *OF_ROWS)
 """Keys of a method's file that are no fields of its class."""
-NO_SETTINGS = ("sweep", "status", "export", "codec_settings", "budget", "method")
+NO_SETTINGS = ("sweep", "export", "codec_settings", "budget", "method")
 """What stands in `conf/config.yaml` and is no plain setting of `RunConfig`."""
 
 
@@ -57,7 +56,6 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
     export = composed.get("export")
     if export is not None:
         raise UserError(f"export={export}: runs nothing, so it is no setting of a run")
-    require_bool("status", composed.get("status", False))
     if "kind" not in composed:
         made_of = "its runs are of other experiments; it is none by itself"
         name = given["experiment"] if isinstance(given, Mapping) else "null"
@@ -68,19 +66,19 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
         if name not in AT_TOP and not isinstance(settings[name], Mapping):
             value = settings[name]
             raise UserError(f"{name}={value}: must be a group of settings")
-    settings |= _grouped(settings, times_steps=kind.table in ("latency", "capacity"))
+    settings |= _grouped(settings, composed["kind"])
     settings["platform"] = _platform(settings["platform"])
     settings["model"] = _model(settings["model"], settings["platform"], given)
     if settings["model"]["weights"] == "random":  # whose texts are random token ids
         for name in ("corpus", "calibration"):
             settings[name] = {**settings[name], "name": "random"}
-    chosen = _method(composed["method"])
-    rows = _rows(settings, chosen)
-    codec = _own_codec(rows.get("codec"), composed.get("codec_settings") or {})
+    method_name, method, file = _method(composed["method"])
+    rows = _rows(settings, method_name, file)
+    codec, own_codec = _own_codec(rows.get("codec"), composed.get("codec_settings") or {})
     settings = {name: value for name, value in settings.items() if name not in OF_ROWS} | rows
-    if codec.made is not None:
-        settings["codec"] = codec.name
-    settings |= _budget(composed.get("budget"), chosen.method, codec.name)
+    if own_codec is not None:
+        settings["codec"] = codec
+    settings |= _budget(composed.get("budget"), method, codec)
     if settings["tasks"] is None:
         is_offline = settings["data"].get("name") == "offline"
         settings["tasks"] = GENERATED_TASKS if is_offline else PAPER_TASKS
@@ -92,25 +90,17 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
     settings |= {
         "label": "" if label is None else label,
         "label_given": bool(label),
-        "method_name": chosen.name,
+        "method_name": method_name,
         "method": None,
         "own_codec": None,
     }
     checked = build(RunConfig, settings)
-    config = replace(checked, method=chosen.method, own_codec=codec.made)
+    config = replace(checked, method=method, own_codec=own_codec)
     rules.check(config, given)
-    measurement_of(config.kind).check(config)
-    made_label = _label(config, chosen)
+    made_label = _label(config, file)
     if kind.live:
         systems.check_label(config.label, made_label)
     return config if config.label else replace(config, label=made_label)
-
-
-def require_bool(name: str, given: object) -> bool:
-    """True or false. Raises UserError for anything else."""
-    if not isinstance(given, bool):
-        raise UserError(f"{name}={given}: must be true or false")
-    return given
 
 
 def chosen_model(composed: Mapping[str, Any], given: Collection[str]) -> ModelConfig:
@@ -118,17 +108,20 @@ def chosen_model(composed: Mapping[str, Any], given: Collection[str]) -> ModelCo
     return build(ModelConfig, _with_source(composed["model"], given), "model")
 
 
-def _grouped(settings: dict[str, Any], *, times_steps: bool) -> dict[str, Any]:
+def _grouped(settings: dict[str, Any], kind: str) -> dict[str, Any]:
     """The settings of `AT_TOP` in their groups, taken out of `settings`.
 
-    `repeats` is of the timed steps of a run, or answers to each question. times_steps: the first
-    is meant.
+    `repeats` is of the timed steps of a run, or answers to each question.
     """
-    repeats = settings.pop("repeats")
+    repeats, times_steps = settings.pop("repeats"), kind == "latency"
+    largest = times_steps and settings["batch_size"] == "largest"
+    if largest:
+        settings["batch_size"] = 1  # where the search begins
     groups = {}
     for group in AT_TOP:
         names = [field.name for field in fields(GROUPS[group]) if field.name in settings]
         groups[group] = {name: settings.pop(name) for name in names}
+    groups["latency"]["largest"] = largest
     if repeats is not None:
         groups["latency" if times_steps else "sampling"]["repeats"] = repeats
     metadata = groups["task"]["metadata"]
@@ -189,60 +182,46 @@ def _with_source(node: Mapping[str, Any], given: Collection[str]) -> dict[str, A
     return model
 
 
-class ChosenMethod(NamedTuple):
-    """file: what its file in `conf/method` says; of a user's own method, its title if any."""
-
-    name: str
-    method: Method
-    file: dict[str, Any]
-
-
-def _method(node: Any) -> ChosenMethod:
-    """Make the method that `method.name` names, of the other settings of the group."""
+def _method(node: Any) -> tuple[str, Method, dict[str, Any]]:
+    """The name and the method that `method.name` names, made of the other settings of the group,
+    and what its file in `conf/method` says; of a user's own method, its title if any."""
     if not isinstance(node, Mapping):
         raise UserError(f"method={node}: {nearest(node, options('method'))}")
     given = {name: value for name, value in node.items() if name != "name"}
     cls, name, file = own_method.chosen(str(node.get("name")))
     changes = {key: value for key, value in file.items() if key not in ("name", *OF_THE_FILE)}
-    return ChosenMethod(name, build(cls, changes | given, "method"), file)
+    return name, build(cls, changes | given, "method"), file
 
 
-def _rows(settings: Mapping[str, Any], chosen: ChosenMethod) -> dict[str, Any]:
+def _rows(settings: Mapping[str, Any], method: str, file: Mapping[str, Any]) -> dict[str, Any]:
     """How rows are stored: as given, else as the method's file says. What neither says has the
     default of `RunConfig`."""
     found: dict[str, Any] = {}
     on_host = settings["placement"] == "host"
     for key in OF_ROWS:
         value = settings[key]
-        in_file = key in chosen.file
-        if key in OF_THE_CODEC and in_file and value not in (None, chosen.file[key]):
-            contradicts = f"contradicts method={chosen.name}: leave it out, or method=full"
+        in_file = key in file
+        if key in OF_THE_CODEC and in_file and value not in (None, file[key]):
+            contradicts = f"contradicts method={method}: leave it out, or method=full"
             raise UserError(f"{key}={value} {contradicts}")
         if value is not None:
             found[key] = value
         elif in_file and (on_host or key != "gpu_cache"):
-            found[key] = chosen.file[key]
+            found[key] = file[key]
     return found
 
 
-class ChosenCodec(NamedTuple):
-    """name: in tables. made: a codec of the user's own; None for a shipped one, or none."""
-
-    name: Any
-    made: Any = None
-
-
-def _own_codec(codec: Any, given: Mapping[str, Any]) -> ChosenCodec:
-    """The codec that `codec` names, if it is one of the user's own, of its settings."""
+def _own_codec(codec: Any, given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The name of a codec in tables, and one of the user's own itself, made of its settings."""
     if not isinstance(codec, str) or not own_method.is_own(codec):
         if given:
             has_none = f"are those of a codec of your own; codec={codec} has none"
             raise UserError(f"codec_settings={given}: {has_none}")
-        return ChosenCodec(codec)
+        return codec, None
     cls, name = own_method.chosen_codec(codec)
     if name in codec_names():
         raise UserError(f"codec={codec}: {name} is a codec of this project; rename the file")
-    return ChosenCodec(name, build(cls, given, "codec_settings"))
+    return name, build(cls, given, "codec_settings")
 
 
 def _budget(given: Any, method: Method, codec: Any) -> dict[str, Any]:
@@ -288,13 +267,14 @@ def _has_budget(method: Method) -> bool:
     return True
 
 
-def _label(config: RunConfig, chosen: ChosenMethod) -> str:
-    """The name of a run that the user gave none: its system, or its method and codec."""
-    file, codec_of_file = chosen.file, None
+def _label(config: RunConfig, file: Mapping[str, Any]) -> str:
+    """The name of a run that the user gave none: its system, or its method and codec. file: of the
+    method."""
+    codec_of_file = None
     if "codec" in file:
         codec_of_file = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file})
     if find(config.kind).live:
-        behind_preset = str(file["_target_"]).split(".")[1] if codec_of_file else chosen.name
+        behind_preset = str(file["_target_"]).split(".")[1] if codec_of_file else config.method_name
         return systems.name_of(behind_preset, config, is_own="_target_" not in file)
     title = file.get("title") or config.method.title
     if not isinstance(title, str) or not title.isprintable():

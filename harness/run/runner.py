@@ -22,10 +22,7 @@ from typing import Any
 
 from harness.errors import (
     UserError,
-    from_record,
     line_in,
-    message,
-    one_line,
     printable,
     reason,
     to_record,
@@ -58,6 +55,7 @@ class Run:
     def of(cls, config: RunConfig, resources: Resources | None = None) -> Run:
         """Digest all that the run of `config` reads. Raises UserError where something is
         missing."""
+        measurement_of(config.kind).check(config)
         digests = digests_of(config)
         in_memory = None if resources is None else resources.digest_in_memory()
         if in_memory is not None:
@@ -114,43 +112,35 @@ def run(
     todo: Run,
     resources: Resources,
     *,
-    since: float | None = None,
+    waits: bool = True,
     say: Callable[[str], object] = print,
 ) -> Path:
     """Do one run, unless its record is finished. One process at a time does. Returns the record's
     path.
 
-    since: of a run of a sweep, when that began, in seconds since the epoch. Then a run in another
-    process is not waited for, a failure there since then is a failure here, and nothing is
-    printed. say: prints a line.
+    waits: for another process that does this run; a run of a sweep does not, and prints nothing.
+    say: prints a line.
 
     Raises:
         UserError: wrong input, an unwritable results folder, too little memory (which setting to
             lower), or a fault of the user's model, data or method. The record then says `failed`,
             as for any other exception; after Ctrl-C it says `interrupted`.
-        BugError: a bug of ours ended it in another process.
         HeldError: another process does this run.
     """
-    if since is not None:
+    if not waits:
         say = str  # says nothing
     if todo.is_finished():  # asked before there is a lock, whose import takes a tenth of a second
         return _skip(todo, say)
-    if since is None and is_held(todo.path):
+    if waits and is_held(todo.path):
         say(f"{todo.title}: another process is at it; waiting")
-    with holding(todo.path.parent, wait=since is None) as has_locks:
+    with holding(todo.path.parent, wait=waits) as has_locks:
         if not has_locks:
             _warn(todo.path.parents[3])
         if todo.is_finished():  # by another process meanwhile
             return _skip(todo, say)
-        record = todo.found()
-        if since is None:
-            why = todo.why_again()
-            if why:
-                say(why)
-        elif record is not None and record["status"] == "failed":
-            ended = todo.path.stat().st_mtime
-            if ended > since:
-                raise from_record("failed in another process: ", record["error"])
+        why = todo.why_again()
+        if why:
+            say(why)
         _record(todo, resources)
     return todo.path
 
@@ -196,14 +186,16 @@ def report(paths: Sequence[Path]) -> str:
 
 def tables_of(paths: Sequence[Path]) -> list[str]:
     """Where the tables of these records lie, a line for each results folder."""
-    names: dict[Path, list[str]] = {}
-    for experiment in dict.fromkeys(path.parent.parent for path in paths):
-        results = experiment.parent.parent
-        if (results / "tables" / f"{experiment.name}.csv").exists():
-            names.setdefault(results, []).append(experiment.name)
+    names: dict[Path, dict[str, None]] = {}
+    for path in paths:
+        experiment, results = path.parts[-3], path.parents[3]
+        is_capacity = records.read_record(path)["table"] == "capacity"
+        name = "capacity" if is_capacity else experiment
+        if (results / "tables" / f"{name}.csv").exists():
+            names.setdefault(results, {})[name] = None
     lines = []
-    for results, experiments in names.items():
-        files = ", ".join(f"{name}.csv and {name}.md" for name in experiments)
+    for results, tables in names.items():
+        files = ", ".join(f"{name}.csv and {name}.md" for name in tables)
         lines.append(f"results are in {results / 'tables'}: {files}")
     return lines
 
@@ -309,7 +301,7 @@ def _unfinished(todo: Run) -> dict[str, Any]:
         "settings_id": records.settings_of(todo.path.parent.name),
         "experiment": config.experiment,
         "kind": config.kind,
-        "table": find(config.kind).table,
+        "table": "capacity" if config.latency.largest else find(config.kind).table,
         "status": "interrupted",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": records.plain(config),
@@ -347,7 +339,7 @@ def users_faults(config: RunConfig) -> Iterator[None]:
             raise UserError(own) from error
         raise
     except BaseException as error:
-        text, kind = message(error), type(error).__name__
+        text, kind = str(error), type(error).__name__
         # "OutOfMemoryError" is CUDA's, "DefaultCPUAllocator" the CPU's.
         of_torch = kind == "OutOfMemoryError" or "DefaultCPUAllocator" in text
         refusal: str | None
@@ -358,14 +350,6 @@ def users_faults(config: RunConfig) -> Iterator[None]:
             refusal = f"out of memory: lower {' or '.join(hints)}, or choose a smaller model"
         elif isinstance(error, ValueError) and text.startswith("method."):
             refusal = text  # `methods` knows no UserError
-        elif isinstance(error, OverflowError):
-            beyond = f"its numbers are beyond a float's range ({one_line(error)})"
-            refusal = f"model={config.model.name}: {beyond}"
-        elif kind == "PanicException":  # of Rust code, of which the tokenizers are made
-            refusal = f"model={config.model.name}: its tokenizer fails ({one_line(error)})"
-        elif kind == "SafetensorError":
-            unread = f"a file of tensors cannot be read or written ({one_line(error)})"
-            refusal = f"{unread}; is the disk full?"
         else:
             refusal = _of_own_code(config, error, reason(error))
         if refusal is None:

@@ -3,9 +3,7 @@ with `-m`."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from numbers import Integral, Real
@@ -13,11 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString, Sweep
+from hydra.core.override_parser.types import Glob, Override, Sweep
 from hydra.errors import HydraException
 
-from harness import errors
-from harness.errors import UserError, one_line, printable
+from harness.errors import UserError, one_line
 from harness.run import hints
 from harness.settings.schema import options
 
@@ -32,8 +29,6 @@ PRINTED = ("--cfg", "-c", "job")
 """Words that print the settings of a run."""
 OF_LAUNCHERS = ("hydra/launcher", "hydra.launcher", "hydra.verbose")
 """The settings of Hydra that a command may give."""
-SHOWN = 200
-"""Letters of a command that a refusal repeats at most."""
 
 Values = Mapping[str, Any]
 """Settings by the names that a command line gives them; `+` before the name of a new one."""
@@ -54,11 +49,9 @@ def read(word: str) -> tuple[str, Any]:
         return name, typed
     given = parsed(word)
     if given.is_sweep_override():
-        instead = _as_text(word)
+        instead = f" before it: -m {word}"
         if name == "tasks":
             instead = f"; as a list: {name}=[{typed}]"
-        elif name == "method" or options(name):
-            instead = f" before it: -m {word}"
         raise UserError(f"{word}: is a sweep, which needs -m{instead}")
     return _name(given), given.value()
 
@@ -79,7 +72,6 @@ def command_of(argv: Sequence[str]) -> Command:
     of_launcher: list[str] = []
     prints: Literal["help", "settings"] | None = None
     for number, word in enumerate(argv):
-        plain(word, "")  # refuses what is no text
         if word in ("--help", "-h"):
             prints = "help"
         elif word in PRINTED:
@@ -129,15 +121,11 @@ def _alternatives(given: Override, word: str) -> list[Any]:
 
 @cache
 def parsed(word: str) -> Override:
-    """A word as Hydra reads it. Raises UserError where it cannot, with what to type instead."""
+    """A word as Hydra reads it. Raises UserError where it cannot."""
     try:
         given = OverridesParser.create().parse_override(word)
     except HydraException as error:
-        hint = _as_text(word) or f" ({one_line(error)})"
-        raise UserError(f"{word}: Hydra cannot read it{hint}") from None
-    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-        shown = errors.shortened(word, SHOWN)
-        raise UserError(f"{shown}: cannot be read ({errors.reason(error)})") from None
+        raise UserError(f"{word}: Hydra cannot read it ({one_line(error)})") from None
     if given.is_delete() or given.package is not None:
         raise UserError(f"{word}: must be NAME=VALUE")
     return given
@@ -150,13 +138,7 @@ def plain(value: Any, name: str) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item, name) for item in value]
     if isinstance(value, str | Path):
-        text = str(value)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            where = f"{name}={printable(text)}" if name else printable(text)
-            raise UserError(f"{where}: is not UTF-8 text") from None
-        return text
+        return str(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Integral):
@@ -171,14 +153,3 @@ def _name(given: Override) -> str:
     """The setting of a word; a `+` stays before it."""
     name = str(given.key_or_group)
     return f"+{name}" if given.is_add() else name
-
-
-def _as_text(word: str) -> str:
-    """What to type in a shell for a word that is meant as text; nothing where it is no word in
-    quotes either."""
-    name, _, typed = word.partition("=")
-    quoted = f"{name}={QuotedString(typed, Quote.double).with_quotes()}"
-    with contextlib.suppress(HydraException):
-        if OverridesParser.create().parse_override(quoted).value() == typed:
-            return f"; as text: {shlex.quote(quoted)}"
-    return ""

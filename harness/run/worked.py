@@ -19,6 +19,7 @@ from harness.run.advise import (
     KNOWN,
     Option,
     first_lines,
+    modelled,
     options_of,
     recommendation,
     sheets,
@@ -29,6 +30,8 @@ from harness.settings.paths import COMMAND, SHIPPED
 
 MARK = "<!--advise-->"
 """Before and after the lines of README that are written here."""
+OF_RUN = ("method", "budget", "placement", "gpu_cache")
+"""How the settings of a run begin, beside those of the question."""
 
 
 def pages(readme: str) -> tuple[str, str]:
@@ -91,13 +94,16 @@ def beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
 
 
 def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:
-    """Tokens/s of all users in a run of the worked question's machine and model."""
+    """Tokens/s of all users in a run of the worked question's machine and model. own: the run's
+    settings, and others of the question."""
     from harness.paper.costmodel.capacity import modelled_step
 
-    shared = [word for word in asked if not word.startswith(("advise", "batch_size", "experiment"))]
-    words = ["experiment=capacity", "gen_len=128", *shared, *own]
-    words = list({word.partition("=")[0]: word for word in words}.values())
-    return users / modelled_step(load(words)).seconds(users)
+    question = [word for word in asked if not word.startswith("advise")]
+    run: list[str] = []
+    for word in own:
+        (run if word.startswith(OF_RUN) else question).append(word)
+    question = list({word.partition("=")[0]: word for word in question}.values())
+    return users / modelled_step(modelled(load(question), run)).seconds(users)
 
 
 def main() -> None:

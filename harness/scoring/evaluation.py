@@ -1,11 +1,9 @@
 """Accuracy on tasks, by lm-eval: `experiment=tasks`, Figs 11, 13 and 17.
 
 lm-eval makes the prompts, asks for log-likelihoods or text and decides what is right; replay
-answers under the method. Any task, group or tag of lm-eval runs by its name, beside the project's
-generated ones. Each leaf task has its budget met, is run and reported on its own; a group is
-reported on top of them.
-
-`harness.scoring.metrics` makes metrics and samples of what lm-eval logs.
+answers under the method. Each leaf task has its budget met, is run and reported on its own; a
+group is reported on top of them. `harness.scoring.metrics` makes metrics and samples of what
+lm-eval logs.
 
     python run.py method=h2o experiment=tasks data=local data.root=DIR tasks=[copa] num_samples=50
 """
@@ -113,8 +111,8 @@ def _suite(config: RunConfig, loaded: LoadedModel) -> Suite:
 
 
 def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
-    """Every task of `config` twice: once with the question known when the method reduces the cache,
-    and once with several questions to one cache, of which none was known.
+    """Every task of `config` twice, as `prefill=both` asks: once with the question known when the
+    method reduces the cache, and once with several questions to one cache, of which none was known.
 
     Known: the dense prompt is the whole context of the question, as in serving. Unknown: it ends
     before the question. The questions with one such prompt are turns: each goes on from a copy of
@@ -133,15 +131,12 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
     outcome = Outcome({})
     for name, task in suite.tasks.items():
         if task.OUTPUT_TYPE == "loglikelihood_rolling":
-            raise UserError(
-                f"task {name}: scores whole texts, which ask no question; kind=turns cannot run it"
-            )
+            raise UserError(f"task {name}: scores whole texts, so prefill=both cannot run it")
         finder = _finder(name, config, task)
         unknown = ReplayEngine(config, loaded, name, sys.stderr)
         known = ReplayEngine(config, loaded, name, sys.stderr)
-        before_question = Prefill("question", finder, in_turns=True)
-        _, *of_unknown = _run_task(task, unknown, before_question)
-        _, *of_known = _run_task(task, known, Prefill("dense", finder))
+        _, *of_unknown = run_task(task, unknown, Prefill("question", finder, in_turns=True))
+        _, *of_known = run_task(task, known, Prefill("dense", finder))
         contexts = _contexts(unknown.requests)
         metrics, samples = _both_ways(name, of_unknown, of_known, contexts)
         metrics |= {"num_contexts": len({*contexts.values()})} | unknown.reads.shares
@@ -183,7 +178,7 @@ def _both_ways(
             by_question[f"{LESS},{metric}"][question] = value - value_known
     if not by_question:
         raise UserError(
-            f"task {name}: no metric of it is a mean over questions; kind=turns cannot compare them"
+            f"task {name}: no metric of it is a mean over questions, which prefill=both compares"
         )
     metrics = {plain_name(key): value for key, value in means(by_question, contexts).items()}
     metrics["num_samples"] = unknown["num_samples"]
@@ -192,8 +187,8 @@ def _both_ways(
     for sample, other in zip(samples, others, strict=True):
         question = sample["question"]
         entry = {"question": question, "context": contexts[question]}
-        entry |= numbers_of(question, by_question)
-        joined.append(entry | {UNKNOWN: sample, KNOWN: other})
+        both = {UNKNOWN: sample, KNOWN: other}
+        joined.append(entry | numbers_of(question, by_question) | both)
     return metrics, joined
 
 
@@ -240,8 +235,7 @@ class ReplayEngine:
                 "prefill=question, or leave the task out"
             )
         if requests:
-            first = f"answering {len(requests)} requests, from the first prompt on"
-            say(f"{self.task}: {first}", self.bar_file)
+            say(f"{self.task}: answering {len(requests)} requests", self.bar_file)
         answered = bar(total=len(requests), desc=self.task, unit="answer", file=self.bar_file)
         with attach(self.loaded.model, self.loaded.prompts) as attached, answered:
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
@@ -296,6 +290,8 @@ def prefill_of(name: str, config: RunConfig, *, writes: bool, task: Task | None 
     """Which rows of a task's requests are dense. writes: the model writes the answers. task: None
     where lm-eval does not hand it over."""
     mode = config.prefill_of(name, writes=writes)
+    if mode == "both":  # `run_turns` needs no mode
+        raise UserError("prefill=both: only experiment=tasks asks in turns; choose another")
     if mode == "artifact" and config.budget is not None:
         raise UserError(
             f"budget={config.budget}: not with prefill=artifact (task {name}), whose decode rows "
@@ -324,18 +320,16 @@ def _finder(name: str, config: RunConfig, task: Task | None) -> QuestionFinder:
     return QuestionFinder(marker, task.doc_to_text, has_preface=has_preface)
 
 
-def run_task(task: Task, engine: ReplayEngine) -> tuple[Metrics, Metrics, Samples]:
-    """One task of a suite: its metrics under lm-eval's names, for a group, then under plain ones,
-    and its samples. engine: answers it, and notes what it was asked."""
-    prefill = prefill_of(engine.task, engine.config, writes=_generates(task), task=task)
-    return _run_task(task, engine, prefill)
-
-
-def _run_task(
-    task: Task, engine: ReplayEngine, prefill: Prefill
+def run_task(
+    task: Task, engine: ReplayEngine, prefill: Prefill | None = None
 ) -> tuple[Metrics, Metrics, Samples]:
-    """Metrics under lm-eval's names, for a group, then those of the task under plain ones, and its
-    samples."""
+    """One task of a suite: its metrics under lm-eval's names, for a group, then under plain ones,
+    and its samples.
+
+    engine: answers it, and notes what it was asked. prefill: None: as the settings say.
+    """
+    if prefill is None:
+        prefill = prefill_of(engine.task, engine.config, writes=_generates(task), task=task)
     name, config, lm = engine.task, engine.config, engine.lm(prefill)
     repeats: list[Repeat] = []
     with running_lm_eval(f"task {name}"):
@@ -380,10 +374,6 @@ def running_lm_eval(what: str) -> Iterator[None]:
     try:
         with redirect_stderr(io.StringIO()):
             yield
-    except SystemExit as error:
-        raise UserError(
-            f"{what}: its code ended the process by sys.exit({error.code!r}); remove that call"
-        ) from error
     except OverflowError as error:
         raise UserError(
             f"{what}: a metric overflows ({error}), as perplexity does where the model does not "

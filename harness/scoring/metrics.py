@@ -125,7 +125,8 @@ def joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
         totals = {question: sum(a[question] for a in answers) for question in answers[0]}
         of_question = {key: {question: total / count for question, total in totals.items()}}
         if all({*answer.values()} <= {0, 1} for answer in answers):
-            for k in _powers_of_two(count):
+            below = [2**power for power in range(1, (count - 1).bit_length())]
+            for k in [*below, count]:
                 passed = {}
                 for question, total in totals.items():
                     passed[question] = pass_at(k, count, round(total))
@@ -133,16 +134,6 @@ def joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
         by_question |= of_question
         metrics |= means(of_question, contexts)
     return metrics, by_question
-
-
-def _powers_of_two(count: int) -> list[int]:
-    """2, 4, 8, ... below `count`, and `count`."""
-    powers = []
-    power = 2
-    while power < count:
-        powers.append(power)
-        power *= 2
-    return [*powers, count]
 
 
 def pass_at(k: int, count: int, right: int) -> float:
@@ -231,7 +222,11 @@ def samples_of(
     shortened; of a known needle needle_tokens, needle_read and needle_read_max, means over the
     answers. With several repeats, whose first is the text, `repeats` has all of them.
     """
-    grouped = [_by_number(repeat.logged) for repeat in repeats]
+    grouped: list[dict[int, list[Mapping[str, Any]]]] = []
+    for repeat in repeats:
+        grouped.append(defaultdict(list))
+        for sample in repeat.logged:
+            grouped[-1][sample["doc_id"]].append(sample)
     samples = []
     for number, answers in grouped[0].items():
         entry = {"question": number, "context": _context(answers[0])} | _answer(task, answers)
@@ -283,13 +278,6 @@ def _needle(answers: Sequence[NeedleRead]) -> dict[str, float]:
         "needle_read": round(sum(means) / len(means), SHARE_DIGITS),
         "needle_read_max": round(sum(largest) / len(largest), SHARE_DIGITS),
     }
-
-
-def _by_number(logged: Logged) -> dict[int, list[Mapping[str, Any]]]:
-    questions: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for sample in logged:
-        questions[sample["doc_id"]].append(sample)
-    return questions
 
 
 def numbers_of(number: int, by_question: ByQuestion) -> dict[str, float]:

@@ -39,6 +39,7 @@ class ModelTexts(TemplateLM):
             )
         self.tokenizer = loaded.tokenizer
         self.start = start_ids(self.tokenizer)
+        self.max_length = loaded.max_length
         self._name = loaded.name
         self._about = about
         self._template_options: dict[str, Any] = {}
@@ -58,15 +59,9 @@ class ModelTexts(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The one token of an empty context. Raises UserError where the tokenizer has none."""
+        """The one token of an empty context."""
         bos = self.tokenizer.bos_token_id
-        prefix = self.tokenizer.eos_token_id if bos is None else bos
-        if prefix is None:
-            raise UserError(
-                f"model {self._name}: its tokenizer has no token that begins or ends a text, which "
-                "an empty context and a whole text need; give it a bos_token or an eos_token"
-            )
-        return prefix
+        return self.tokenizer.eos_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
@@ -99,8 +94,8 @@ class ModelTexts(TemplateLM):
     def apply_chat_template(self, chat_history: Chat, add_generation_prompt: bool = True) -> str:
         """Turns as one text; a template that knows no system role is tried without that turn.
 
-        Without `add_generation_prompt` the last turn is left open. Raises UserError for a template
-        that makes no UTF-8 text. What else the template raises comes as it is.
+        Without `add_generation_prompt` the last turn is left open. What a template raises comes as
+        it is.
         """
         self._require_chat_template()
 
@@ -116,18 +111,9 @@ class ModelTexts(TemplateLM):
             return str(text)
 
         try:
-            text = rendered(chat_history)
+            return rendered(chat_history)
         except jinja2.exceptions.TemplateError:
-            text = rendered([turn for turn in chat_history if turn["role"] != "system"])
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            letter = ascii(text[error.start])
-            raise UserError(
-                f"model {self._name}: its chat template makes {letter}, which is no UTF-8 text; "
-                "choose apply_chat_template=false or another model"
-            ) from None
-        return text
+            return rendered([turn for turn in chat_history if turn["role"] != "system"])
 
     def _require_chat_template(self) -> None:
         if getattr(self.tokenizer, "chat_template", None) is None:

@@ -1,15 +1,21 @@
-"""Windows of a text under a method: perplexity, per-chunk perplexity, and fidelity to the full
-cache.
+"""Texts under a method, scored against the next token and against the full cache: windows of a
+corpus as they are (perplexity and fidelity), or texts that the method decodes after them.
 
-Each window's first `prefill_len` rows attend densely; the rest are decode rows, scored against the
-next token and against the full cache on the same window, which runs once and is shared by all
-methods.
+A window's first `prefill_len` rows attend densely; the rest are decode rows. The full cache's pass
+over a window runs once and is shared by all methods.
+
+With `max_new_tokens` the windows are prompts. From each the method and the full cache decode so
+many tokens, greedily or drawn by the same random numbers: where eviction and small errors add up.
+The end-of-text token is an ordinary one, so that all texts have one length; else the model's
+generation config holds as in `generate`. The full cache then reads the method's text in one dense
+pass, which gives its prediction at each step after the same tokens. The first token comes from the
+prompt's dense pass and is the same under every method; the tokens after it are scored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,12 +29,14 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats
+from harness.model.generation import ENDLESS, GenerationRule
 from harness.model.load import LoadedModel
 from harness.model.resources import Memo
+from harness.model.sampling import Draft, write
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup, prepare
 from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95
-from harness.results.samples import LAYERS, clustered_stderr
+from harness.results.samples import EXPONENTIAL, LAYERS, clustered_stderr
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
@@ -42,12 +50,61 @@ MAX_NLL = 300.0
 has below 20."""
 CHUNK = 256
 """Rows t in [256 i, 256 (i + 1)) form chunk i (Fig 12)."""
+BATCH = 8
+"""Texts decoded at once, at most."""
+GRAM = 4
+"""Tokens of a repeated piece."""
+NUM_CHUNKS = 16
+"""Ranges of steps that make a curve, at most."""
+AS_PERPLEXITY = {of: name for name, of in EXPONENTIAL.items() if name.startswith("text_")}
+"""Numbers of a text that are reported as exp of their mean over texts, and the name of that."""
 FULL = Setup(Full(), codec=None, calibration=None)
-
 
 Reference = tuple[Tensor, Tensor]
 """Of the full cache on the scored rows of a window: nll, fp64 [rows] on the CPU, and final hidden
 states [rows, hidden_size]."""
+Prompts = Sequence[Sequence[int]]
+
+
+def run_perplexity(
+    config: RunConfig, loaded: LoadedModel, references: Memo[Any] | None = None
+) -> Outcome:
+    """All windows of `config` under its method, or with `max_new_tokens` texts decoded after them.
+
+    references: kept passes and texts of the full cache over this model's windows; new ones are
+    added.
+
+    Raises UserError for a corpus shorter than the windows, a sequence longer than the model's
+    limit, a method that the lengths do not fit or that never ran, and a perplexity that overflows.
+    """
+    prompt, new = config.prefill_len, config.max_new_tokens
+    if new is None:
+        name, length, lengths = "seq_len", config.seq_len, f"seq_len={config.seq_len}"
+    else:
+        name, length, lengths = (
+            "prefill_len",
+            prompt,
+            f"prefill_len={prompt} and max_new_tokens={new}",
+        )
+    total = length + (new or 0)
+    if total > loaded.max_length:
+        raise UserError(f"{lengths}: {loaded.name} takes at most {loaded.max_length} tokens")
+    windows = windows_of(config, loaded.reader, length, name)
+    references = Memo() if references is None else references
+    with attach(loaded.model, loaded.prompts if new is None else None) as attached:
+        rows = [TokenCounts(cached, max(1, prompt), total) for cached in range(prompt, total - 1)]
+        setup = prepare(config, loaded, attached, lambda: rows)
+        if new is None:
+            scored = []
+            for window in bar(windows, desc="windows", unit="window"):
+                scored.append(_score(attached, setup, window, prompt, references))
+            outcome = summarize(scored, config)
+        else:
+            outcome = _decoded(attached, setup, windows, config, loaded, references)
+    return replace(outcome, methods=dict.fromkeys(outcome.metrics, asdict(setup.method)))
+
+
+# Scores of rows
 
 
 class RowScores(NamedTuple):
@@ -98,37 +155,6 @@ class Window:
     dense_layers: int
 
 
-def run_perplexity(
-    config: RunConfig, loaded: LoadedModel, references: Memo[Reference] | None = None
-) -> Outcome:
-    """All windows of `config` under its method.
-
-    references: kept passes of the full cache over this model's windows; new ones are added.
-
-    Raises UserError for a text shorter than the windows, a window longer than the model's limit, a
-    method that the lengths do not fit or that never ran, and a perplexity that overflows.
-    """
-    if config.seq_len > loaded.max_length:
-        raise UserError(
-            f"seq_len={config.seq_len}: {loaded.name} takes at most {loaded.max_length} tokens"
-        )
-    windows = windows_of(config, loaded.reader, config.seq_len)
-    references = Memo() if references is None else references
-    with attach(loaded.model, loaded.prompts) as attached:
-        prompt, length = max(1, config.prefill_len), config.seq_len
-        rows = [
-            TokenCounts(cached, prompt, length) for cached in range(config.prefill_len, length - 1)
-        ]
-        setup = prepare(config, loaded, attached, lambda: rows)
-        scored = []
-        is_full = setup.method.reads_all and setup.codec is None
-        score = _score_full if is_full else _score
-        for window in bar(windows, desc="windows", unit="window"):
-            scored.append(score(attached, setup, window, config.prefill_len, references))
-    outcome = summarize(scored, config)
-    return replace(outcome, methods=dict.fromkeys(outcome.metrics, asdict(setup.method)))
-
-
 def _score(
     attached: Attached,
     setup: Setup,
@@ -136,36 +162,20 @@ def _score(
     prefill_len: int,
     references: Memo[Reference],
 ) -> Window:
-    """A window under a method, beside the full cache's pass over it, which runs if it is not
-    kept."""
-    key = (tuple(window.ids), prefill_len)
-    full_nll, reference = references.get(key, partial(full_pass, attached, window.ids, prefill_len))
+    """A window under a method, beside the full cache's pass over it, which runs if it is not kept;
+    the full cache itself runs once."""
     hidden, ids, session = _hidden(attached, setup, window.ids, prefill_len)
-    scores = score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference)
-    return _window(window, session, scores, full_nll)
-
-
-def _score_full(
-    attached: Attached,
-    setup: Setup,
-    window: TextWindow,
-    prefill_len: int,
-    references: Memo[Reference],
-) -> Window:
-    """A window under the full cache: one pass, which is kept for the methods that follow."""
-    hidden, ids, session = _hidden(attached, setup, window.ids, prefill_len)
-    key = (tuple(window.ids), prefill_len)
-    nll, _ = references.get(key, partial(_reference, attached, hidden, ids, prefill_len))
-    scores = RowScores(nll, kl=torch.zeros_like(nll), agrees=torch.ones_like(nll))
-    return _window(window, session, scores, nll)
-
-
-def _window(
-    window: TextWindow, session: ReplaySession, scores: RowScores, full_nll: Tensor
-) -> Window:
     session.reads.check_fired()
+    key = (tuple(window.ids), prefill_len)
+    if setup.method.reads_all and setup.codec is None:
+        nll, _ = references.get(key, partial(_reference, attached, hidden, ids, prefill_len))
+        scores = RowScores(nll, kl=torch.zeros_like(nll), agrees=torch.ones_like(nll))
+    else:
+        of_full = partial(full_pass, attached, window.ids, prefill_len)
+        nll, reference = references.get(key, of_full)
+        scores = score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference)
     errors, dense_layers = session.attention_errors, session.method.dense_layers
-    return Window(window.place, scores, full_nll, session.reads, errors, dense_layers)
+    return Window(window.place, scores, nll, session.reads, errors, dense_layers)
 
 
 def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> Reference:
@@ -204,10 +214,8 @@ def _hidden(
         measure_errors=True,
     )
     hidden = session.prefill(ids[:, :prompt], real[:, :prompt])[0]
-    hidden = torch.cat([hidden, session.decode(ids[:, prompt:-1], real[:, prompt:-1])[0]])[
-        prefill_len:
-    ]
-    return hidden, ids, session
+    decoded = session.decode(ids[:, prompt:-1], real[:, prompt:-1])[0]
+    return torch.cat([hidden, decoded])[prefill_len:], ids, session
 
 
 def as_perplexity(nll: float, where: str) -> float:
@@ -309,27 +317,184 @@ def _raw(window: Window) -> dict[str, Any]:
 
 def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[dict[str, Any]]:
     chunks = []
-    for chunk in range(prefill_len // CHUNK, math.ceil((seq_len - 1) / CHUNK)):
-        first, stop = CHUNK * chunk, CHUNK * (chunk + 1)
+    for number in range(prefill_len // CHUNK, math.ceil((seq_len - 1) / CHUNK)):
+        first, stop = CHUNK * number, CHUNK * (number + 1)
         rows = slice(max(first - prefill_len, 0), stop - prefill_len)
-        own, full = (
-            [window.scores.nll[rows] for window in windows],
-            [window.full_nll[rows] for window in windows],
-        )
+        own = [window.scores.nll[rows] for window in windows]
+        full = [window.full_nll[rows] for window in windows]
         metrics: dict[str, float | None] = {}
         _add(metrics, "perplexity", own, f", rows {first} to {stop - 1}")
         pairs = [
             {"nll": float(one.mean()), "nll_full": float(two.mean())}
             for one, two in zip(own, full, strict=True)
         ]
-        num_tokens = sum(map(len, own))
-        chunks.append(
-            {
-                "first": first,
-                "stop": stop,
-                "num_tokens": num_tokens,
-                "metrics": metrics,
-                "windows": pairs,
-            }
-        )
+        chunk = {"first": first, "stop": stop, "num_tokens": sum(map(len, own))}
+        chunks.append(chunk | {"metrics": metrics, "windows": pairs})
     return chunks
+
+
+# Texts that are decoded
+
+
+class Text(NamedTuple):
+    """Tokens decoded from one prompt; nll: fp64 [tokens - 1], under the full cache, of those after
+    the first."""
+
+    tokens: list[int]
+    nll: Tensor
+
+
+class Pair(NamedTuple):
+    """A method's text beside the full cache's. kl, agrees: fp64 [tokens - 1], as `RowScores` has
+    them, of the steps after the first along the method's own text."""
+
+    own: Text
+    full: Text
+    kl: Tensor
+    agrees: Tensor
+
+
+def _decoded(
+    attached: Attached,
+    setup: Setup,
+    windows: Sequence[TextWindow],
+    config: RunConfig,
+    loaded: LoadedModel,
+    references: Memo[Any],
+) -> Outcome:
+    """The method's text after each window, beside the full cache's."""
+    length, steps = config.prefill_len, config.max_new_tokens
+    assert steps is not None, "texts are decoded"
+    prompts = [window.ids for window in windows]
+
+    def decoded(setup: Setup, first: int, prompts: Prompts) -> tuple[Tensor, Tensor, ReadStats]:
+        drafts = []
+        for number, prompt in enumerate(prompts, first):
+            settings = config.sampling.rule().settings | dict(ENDLESS)
+            rule = GenerationRule(loaded.model, prompt, max_new_tokens=steps, **settings)
+            drafts.append(Draft(prompt, rule, f"{config.seed}/{number}/0"))
+        return decode_freely(attached, setup, prompts, drafts)
+
+    def full_texts(first: int, prompts: Prompts) -> list[Text]:
+        texts = []
+        tokens, _, _ = decoded(FULL, first, prompts)
+        for prompt, own in zip(prompts, tokens.tolist(), strict=True):
+            texts.append(Text(own, full_pass(attached, [*prompt, *own], length)[0]))
+        return texts
+
+    pairs: list[Pair] = []
+    reads = ReadStats()
+    for first in range(0, len(prompts), BATCH):
+        batch = prompts[first : first + BATCH]
+        key = ("texts", tuple(map(tuple, batch)), steps, config.sampling, config.seed, first)
+        full = references.get(key, partial(full_texts, first, batch))
+        *made, of_batch = decoded(setup, first, batch)
+        reads += of_batch
+        for prompt, tokens, hidden, other in zip(batch, *made, full, strict=True):
+            nll, reference = full_pass(attached, [*prompt, *tokens.tolist()], length)
+            scores = score_rows(attached, hidden, tokens[1:], reference)
+            pairs.append(Pair(Text(tokens.tolist(), nll), other, scores.kl, scores.agrees))
+    samples = []
+    for window, pair in zip(windows, pairs, strict=True):
+        texts = {"text": pair.own.tokens, "text_full": pair.full.tokens}
+        words = {name: loaded.reader.decode(tokens) for name, tokens in texts.items()}
+        tokens_of = {"tokens": pair.own.tokens, "tokens_full": pair.full.tokens}
+        samples.append({"place": window.place} | measures(pair) | words | tokens_of)
+    return Outcome(
+        {config.corpus.title: summarize_texts(pairs) | {"seq_len": length + steps} | reads.shares},
+        {"prompts": samples},
+        chunks=list(curve(pairs, steps)),
+    )
+
+
+def decode_freely(
+    attached: Attached, setup: Setup, prompts: Prompts, drafts: Sequence[Draft]
+) -> tuple[Tensor, Tensor, ReadStats]:
+    """Decode `drafts`, all of one length, after prompts of one length, a row of replay a step.
+
+    Returns the tokens, int [batch, new]; the final states that predicted those after the first
+    [batch, new - 1, hidden_size]; the reads.
+    """
+    ids = torch.tensor(prompts, device=attached.device)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    new = drafts[0].left
+    total = ids.shape[1] + new
+    session = setup.replay(attached, torch.full((len(ids),), total, device=attached.device), total)
+    hidden: list[Tensor] = []
+
+    def feed(drafts: Sequence[Draft]) -> tuple[Sequence[Draft], Tensor]:
+        last = torch.tensor([draft.tokens[-1:] for draft in drafts], device=attached.device)
+        hidden.append(session.decode(last, real[:, :1])[:, 0])
+        return drafts, attached.logits(hidden[-1])
+
+    logits = attached.logits(session.prefill(ids, real)[:, -1])
+    for _ in bar(write(drafts, logits, feed), desc="decoding", total=new, unit="step"):
+        pass
+    session.reads.check_fired()
+    tokens = torch.tensor([draft.tokens for draft in drafts], device=attached.device)
+    return tokens, torch.stack(hidden, 1), session.reads
+
+
+def repetition(tokens: Sequence[int]) -> float | None:
+    """Share of a text's 4-grams that occurred in it before; None for a text too short to have
+    one."""
+    grams = list(zip(*(tokens[shift:] for shift in range(GRAM)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else None
+
+
+def measures(pair: Pair) -> dict[str, Any]:
+    """One prompt's numbers: means over the steps after the first; differences are to the full
+    cache's text. first_divergence: the first token in which the texts differ, or their length."""
+    same = [one == other for one, other in zip(pair.own.tokens, pair.full.tokens, strict=True)]
+    own, full = repetition(pair.own.tokens), repetition(pair.full.tokens)
+    nll, nll_full = float(pair.own.nll.mean()), float(pair.full.nll.mean())
+    return {
+        "kl_nats": float(pair.kl.mean()),
+        "top1_agreement": float(pair.agrees.mean()),
+        "first_divergence": [*same, False].index(False),
+        "nll": nll,
+        "nll_full": nll_full,
+        "text_nll_difference": nll - nll_full,
+        "repetition": own,
+        "repetition_full": full,
+        "repetition_difference": None if own is None or full is None else own - full,
+    }
+
+
+def summarize_texts(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Means over prompts and their standard errors (None with one prompt)."""
+    prompts = [measures(pair) for pair in pairs]
+    entries: dict[str, Any] = {"num_samples": len(pairs)}
+    for name in prompts[0]:
+        entries |= _mean(AS_PERPLEXITY.get(name, name), [prompt[name] for prompt in prompts])
+    entries["never_diverged"] = sum(pair.own.tokens == pair.full.tokens for pair in pairs)
+    return entries
+
+
+def curve(pairs: Sequence[Pair], num_tokens: int) -> Iterator[dict[str, Any]]:
+    """The chunks of a record, over the decoded tokens. The first token is not scored; a chunk of it
+    alone is left out."""
+    width = math.ceil(num_tokens / NUM_CHUNKS)
+    for first in range(0, num_tokens, width):
+        stop = min(first + width, num_tokens)
+        begin = max(first, 1)
+        if begin == stop:
+            continue
+        rows = slice(begin - 1, stop - 1)
+        metrics = _mean("kl_nats", [float(pair.kl[rows].mean()) for pair in pairs])
+        metrics |= _mean("text_perplexity", [float(pair.own.nll[rows].mean()) for pair in pairs])
+        chunk = {"first": first, "stop": stop, "num_tokens": (stop - begin) * len(pairs)}
+        yield chunk | {"metrics": metrics}
+
+
+def _mean(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
+    """The mean over prompts and its standard error, of a perplexity exp of the mean; None where
+    nothing is known."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return {name: None, f"{name}_stderr": None}
+    mean = sum(known) / len(known)
+    if name in EXPONENTIAL:
+        known = [as_perplexity(value, f"prompt {index + 1}") for index, value in enumerate(known)]
+        mean = math.exp(mean)
+    return {name: mean, f"{name}_stderr": clustered_stderr(known, range(len(known)))}

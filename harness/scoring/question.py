@@ -1,8 +1,8 @@
 """Where the question of a prompt begins, and so where its context ends.
 
-`prefill=question` and `kind=turns` say that a method reduced the cache before it knew the question.
-That holds only if no part of the question is in the dense prompt, so the place is never guessed: it
-is found by a marker, or by the task that makes the prompt, or the run is refused.
+`prefill=question` and `prefill=both` say that a method reduced the cache before it knew the
+question. That holds only if no part of the question is in the dense prompt, so the place is never
+guessed: it is found by a marker, or by the task that makes the prompt, or the run is refused.
 """
 
 from __future__ import annotations

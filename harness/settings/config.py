@@ -1,7 +1,8 @@
 """The settings of a run: frozen dataclasses. `harness.run.parse` makes them from a command line.
 
-Types and ranges are the annotations, which `harness.settings.schema` checks; what settings must be
-together is in `harness.settings.rules`. Imports neither Hydra nor torch.
+What a setting means is its comment in `conf/config.yaml`, or in a file of its group. Types and
+ranges are the annotations, which `harness.settings.schema` checks; what settings must be together
+is in `harness.settings.rules`. Imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -76,10 +77,8 @@ def _is_gguf(name: str) -> bool:
 class ModelConfig:
     """Which model, from where, in which precision.
 
-    path, hub_id: both None for a model from a package or with random weights. gguf_file: the file
-    of either that holds the weights. shape: a transformers config as a plain mapping with
-    `model_type`, for random weights. device: `map` spreads whole layers over all CUDA devices
-    (accelerate's device map); `auto` is the platform's.
+    path, hub_id: both None for a model from a package or with random weights. shape: a transformers
+    config as a plain mapping with `model_type`.
     """
 
     name: Text
@@ -96,7 +95,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tasks and texts come from. root: the folder of `local`."""
+    """Where tasks and texts come from."""
 
     name: Literal["offline", "local", "hub"]
     root: FolderText | None = None
@@ -108,9 +107,7 @@ class CorpusConfig:
     ids.
 
     The first window begins after the calibration text where both are the same text, else at token
-    0. spread: window i of n begins at i/n of the text from there on; False: windows follow one
-    another. seed: of spread windows, each begins at a random token of its n-th of those at which
-    a window can begin; None: of the text, at the first.
+    0; spread ones are spread from there on.
     """
 
     name: Literal["offline", "code", "headers", "book", "wikitext2", "random"]
@@ -137,14 +134,8 @@ class CalibrationConfig:
 class PlatformConfig:
     """The machine on which a run computes: `cpu`, `cuda`, or one that is modelled.
 
-    link_gbps: rate of the emulated link in 10^9 bytes/s; None: from this machine's copy rate.
-    overlap: transfers run beside the computation. pinned: host memory is page-locked (CUDA).
-    weights_on_device: share of the decoder layers' weights that stays on the device; the rest
-    crosses the link in each pass. device_gib: memory in GiB for weights and all else, of an
-    emulated device on a CPU, or of a smaller CUDA card; None: all. host_gib: main memory of the
-    machine in GiB; None: as much as the system shows. disk_dir: a folder on the disk of
-    placement=disk; None: the results folder. sheet: of a machine that is modelled, its file in
-    `conf/platform`, for the cost model; None for one that runs.
+    device_gib: of an emulated device on a CPU, or of a smaller CUDA card. sheet: of a machine that
+    is modelled, its file in `conf/platform`, for the cost model; None for one that runs.
     """
 
     name: Text
@@ -162,14 +153,13 @@ class PlatformConfig:
 class LatencyConfig:
     """The shape of a timed run, and how often it is timed. These settings stand at the top.
 
-    Each of `batch_size` sequences has a prompt of `prompt_len` tokens and `gen_len` new ones. Of
-    the gen_len - 1 decode steps, the first `warmup_steps` are not timed; then `timed_steps` are.
-    None: all others. The run is repeated `repeats` times, each time from the prompt on with a cache
-    of its own. Once decoding has taken `time_limit_s` seconds in all repeats together, no further
-    step is timed and no repeat begins; a repeat that has begun times one step.
+    largest: for `batch_size=largest`. Of the gen_len - 1 decode steps, the first `warmup_steps` are
+    not timed; then `timed_steps` are. Each repeat begins at the prompt with a cache of its own.
+    `time_limit_s` counts all repeats together; a repeat that has begun times one step.
     """
 
     batch_size: Count = 4
+    largest: bool = False
     prompt_len: Count = 1024
     gen_len: Annotated[int, Field(ge=2, le=MOST)] = 32
     warmup_steps: Natural = 2
@@ -191,42 +181,28 @@ class LatencyConfig:
 
 @dataclass(frozen=True)
 class CapacityConfig:
-    """The bounds of `kind=capacity`, and what the cost model cannot know.
-
-    max_batch: the search ends there. host_gib: host memory for the cache, in GiB; None: any. curve:
-    batches below the largest are timed too, in powers of two. hit_frac: with gpu_cache on a
-    modelled machine, the share of the selected rows that are on the device already.
-    """
+    """The bounds of `batch_size=largest`. `kind=advise` has that of the host, too."""
 
     max_batch: Count = 1024
     host_gib: Positive | None = None
     curve: bool = True
-    hit_frac: Annotated[float, Field(ge=0, lt=1)] | None = None
 
 
 @dataclass(frozen=True)
 class AdviseConfig:
-    """What `kind=advise` is asked for, besides the machine, the model and the lengths.
-
-    weight_bits: of a stored weight. tokens_per_s: least speed of each user; None: any. ttft_s: most
-    seconds of a prompt; None: any. answers_lost: most of the full cache's right answers that a
-    method may lose, a share.
-    """
+    """What `kind=advise` is asked for, besides the machine, the model and the lengths."""
 
     weight_bits: Annotated[float, Field(ge=2, le=16)] = 16
     tokens_per_s: Positive | None = None
     ttft_s: Positive | None = None
     answers_lost: Annotated[float, Field(ge=0, le=1)] = 0.02
+    hit_frac: Annotated[float, Field(ge=0, lt=1)] | None = None
 
 
 @dataclass(frozen=True)
 class AnalysisConfig:
-    """One dense pass over the first `num_tokens` tokens of the corpus after its offset, and what is
-    measured in it.
-
-    statistic: None if the run is no analysis. layers: None takes those at the depth of the paper's.
-    budget: share of `num_tokens` that the compared method keeps (`similarity`).
-    """
+    """One dense pass over a text, and what is measured in it; statistic: None where the run is no
+    analysis."""
 
     statistic: Statistic | None = None
     num_tokens: Annotated[int, Field(ge=2, le=MOST)] = 2048
@@ -263,17 +239,10 @@ class RunConfig:
     """One run, which writes one record. Tokens are counted by the model's tokenizer; fractions lie
     in (0, 1].
 
-    kind: one of `harness.run.kinds`. label: the run's name in tables and figures; label_given: the
-    user chose it. codec, value_codec: the format of the keys, and of the values if it is another
-    one. codec_layers: the formats of some layers, as methods count, if they are others. own_codec:
-    the codec behind a `codec` of the user's own, its fields the `codec_settings`; None for a
-    shipped one. group_size: elements along head_dim that share lo and step of an integer codec;
+    label_given: the user chose the label. own_codec: the codec behind a `codec` of the user's own,
+    its fields the `codec_settings`; None for a shipped one. group_size: elements along head_dim;
     with key_groups=channel, of keys, consecutive tokens of one channel; of codecs that have tiles,
-    tokens of a tile. rotation: applied to a vector before an integer codec. residual: number of
-    last tokens that stay exact, on the device.
-    gpu_cache: rows of the GPU cache in each layer and KV head, as a multiple of what a step reads
-    at most. budget: the share of the full cache, of the layers that see every token, that a decode
-    step is to read; budget_rule: `nearest` for `budget=nearest:SHARE`.
+    tokens of a tile. budget_rule: `nearest` for `budget=nearest:SHARE`.
     """
 
     experiment: Text
@@ -300,7 +269,7 @@ class RunConfig:
     budget_rule: Literal["exact", "nearest"] = "exact"
     num_samples: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     num_fewshot: Natural | None = None
-    prefill: Literal["auto", "dense", "question", "artifact"] = "auto"
+    prefill: Literal["auto", "dense", "question", "artifact", "both"] = "auto"
     task: TaskConfig = TaskConfig()
     seed: Natural = 0
     seq_len: Annotated[int, Field(ge=2, le=MOST)] = 1024
@@ -313,6 +282,7 @@ class RunConfig:
     advise: AdviseConfig = AdviseConfig()
     sampling: SamplingConfig = SamplingConfig()
     analysis: AnalysisConfig = AnalysisConfig()
+    thorough: bool = False
     prompt: Text | None = None
     max_new_tokens: Count | None = None
     results_dir: PathText = RESULTS

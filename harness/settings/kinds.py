@@ -1,16 +1,18 @@
-"""The kinds of run, such as perplexity: what decides their numbers, and where these go.
+"""The kinds of run, such as perplexity: what decides their numbers, what their settings must be
+together, and where the numbers go.
 
-`harness.run.kinds` says how a run of each kind is checked and made. Imports no torch.
+`harness.run.kinds` makes a run of each kind. Imports no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from harness.errors import UserError, nearest
 from harness.settings.codecs import CODEC_WORDS
-from harness.settings.config import RunConfig
+from harness.settings.config import RunConfig, Statistic
 
 OF_CODECS = (*CODEC_WORDS, "own_codec", "group_size")
 COMMON = (
@@ -18,6 +20,8 @@ COMMON = (
     *OF_CODECS, "budget", "budget_rule", "gpu_cache",
 )  # fmt: skip
 """Settings that decide the numbers of every kind of run."""
+Rules = Iterator[tuple[str, object, str]]
+"""A setting, whether it is wrong, and why, for each rule."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,18 @@ class Outcome:
 class Kind:
     """What the runs of one kind have in common.
 
+    depends_on: the settings that decide its numbers besides `COMMON`; a change of any other makes
+    no other run. rules: what its settings must be together. table: the shape of its rows in tables.
+    code: the folders and modules of `harness` that make its numbers, besides the core that all
+    kinds share. live: it decodes through two memories, so that its label may name a system
+    (`harness.settings.systems`). modelled: the cost model does it for a machine that is not here.
     keeps_record: its outcome is recorded, and the run is skipped the next time. Otherwise it only
-    prints, and has no `depends_on`, `table` or `code`. depends_on: the settings that decide its
-    numbers besides `COMMON`; a change of any other makes no other run. table: the shape of its rows
-    in tables. code: the folders and modules of `harness` that make its numbers, besides the core
-    that all kinds share. live: it decodes through two memories, so that its label may name a system
-    (`harness.settings.systems`). modelled: the cost model can do it for a machine that is not here.
+    prints, and has no `depends_on`, `table` or `code`.
     """
 
     depends_on: tuple[str, ...] = ()
-    table: Literal["accuracy", "latency", "analysis", "capacity"] = "accuracy"
+    rules: Callable[[RunConfig], Rules] = lambda config: iter(())
+    table: Literal["accuracy", "latency", "analysis"] = "accuracy"
     code: tuple[str, ...] = ()
     live: bool = False
     modelled: bool = False
@@ -60,57 +66,129 @@ class Kind:
 BOARD = "board"
 """The experiment that methods are compared by: its runs are of texts, of tasks, and timed steps, so
 their rows go to several tables."""
+
+
+def _of_perplexity(config: RunConfig) -> Rules:
+    prefill, new = config.prefill_len, config.max_new_tokens
+    if new is not None:
+        # The dense pass of a prompt gives the first token; a method decodes from the second on.
+        yield "prefill_len", prefill < 1, "must be at least 1 where texts are decoded"
+        yield "max_new_tokens", new < 2, "must be at least 2 in kind=perplexity"
+        yield from _of_one_text(config)
+        return
+    needed = max(1, prefill) + 2
+    least = f"must be at least {needed} with prefill_len={prefill}, for a row that predicts a token"
+    yield "seq_len", config.seq_len < needed, least
+    no_prompt = prefill < 1 and not config.method.reads_all
+    yield "prefill_len", no_prompt, "must be at least 1 under a method"
+
+
+def _of_one_text(config: RunConfig) -> Rules:
+    config.sampling.rule()
+    one_text = f"kind={config.kind} writes one text a prompt; leave it out"
+    yield "repeats", config.sampling.repeats > 1, one_text
+
+
+def _of_tasks(config: RunConfig) -> Rules:
+    is_cut = config.prefill == "both" and config.task.too_long == "truncate"
+    yield "too_long", is_cut, "prefill=both would cut a context differently for each question"
+
+
+def _of_generate(config: RunConfig) -> Rules:
+    yield "prompt", not config.prompt, "experiment=generate needs a text to go on from"
+    yield from _of_one_text(config)
+
+
+def _of_latency(config: RunConfig) -> Rules:
+    if not config.latency.largest:
+        return
+    platform, method = config.platform, config.method
+    placed = config.placement in ("device", "host")
+    yield "placement", not placed, "allowed with batch_size=largest: device, host"
+    of_inputs = "needs the inputs of the layers, for which each prompt runs in one pass"
+    yield "method", method.needs_inputs, f"{of_inputs}; batch_size=largest does not size it"
+    again = "reads each prompt again and holds the states of all layers meanwhile"
+    yield "method", method.rereads_prompt, f"{again}; batch_size=largest does not size it"
+    hides = "batch_size=largest is about transfers beside the computation, of pinned memory"
+    yield "platform.overlap", not platform.overlap, hides
+    yield "platform.pinned", not platform.pinned, hides
+    one = "batch_size=largest is about one device; allowed: auto, cpu, cuda"
+    yield "model.device", config.model.device == "map", one
+    all_there = "batch_size=largest has all weights on the device; leave it out"
+    yield "platform.weights_on_device", platform.weights_on_device < 1, all_there
+    unsized = platform.name == "cpu" and platform.device_gib is None
+    of_emulated = "batch_size=largest needs the memory of the emulated device, in GiB"
+    yield "platform.device_gib", unsized, of_emulated
+
+
+def _of_advise(config: RunConfig) -> Rules:
+    needs = "kind=advise needs a modelled machine of conf/platform"
+    yield "platform", config.platform.sheet is None, needs
+
+
+def _of_analysis(config: RunConfig) -> Rules:
+    statistic, method = config.analysis.statistic, config.method
+    allowed = ", ".join(get_args(Statistic))
+    yield "analysis.statistic", statistic is None, f"kind=analysis needs one of {allowed}"
+    one = "kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
+    yield "model.device", config.model.device == "map", one
+    one_part = "kind=analysis reads one part of the text; leave it out"
+    yield "corpus.spread", config.corpus.spread, one_part
+    chooses = method.reads_all or method.when != "kept"
+    compares = "analysis.statistic=similarity compares h2o or streaming"
+    yield "method", statistic == "similarity" and chooses, compares
+
+
 TEXTS = ("corpus", "data", "calibration")
-ABOUT_TASKS = (
-    "tasks", "task", "num_samples", "num_fewshot", "sampling", "seed", "data",
-    "calibration",
-)  # fmt: skip
 KINDS = {
     "perplexity": Kind(
-        depends_on=(*TEXTS, "seq_len", "prefill_len", "num_windows"),
+        depends_on=(
+            *TEXTS, "seq_len", "prefill_len", "num_windows", "max_new_tokens", "sampling", "seed",
+        ),
+        rules=_of_perplexity,
         code=("scoring", "results/samples.py"),
     ),
     "tasks": Kind(
-        depends_on=(*ABOUT_TASKS, "prefill"),
-        code=("scoring", "results/samples.py"),
-    ),
-    "turns": Kind(
-        depends_on=ABOUT_TASKS,
-        code=("scoring", "results/samples.py"),
-    ),
-    "long_decode": Kind(
-        depends_on=(*TEXTS, "prefill_len", "max_new_tokens", "num_windows", "sampling", "seed"),
+        depends_on=(
+            "tasks", "task", "num_samples", "num_fewshot", "sampling", "seed", "data",
+            "calibration", "prefill",
+        ),
+        rules=_of_tasks,
         code=("scoring", "results/samples.py"),
     ),
     "latency": Kind(
-        depends_on=("platform", "placement", "latency", "seed", "calibration"),
+        depends_on=("platform", "placement", "latency", "capacity", "seed", "calibration"),
+        rules=_of_latency,
         table="latency",
         code=("speed", "results/step_stats.py"),
         live=True,
     ),
-    "capacity": Kind(
-        depends_on=("platform", "placement", "latency", "capacity", "seed", "calibration"),
-        table="capacity",
-        code=("speed", "paper/costmodel", "results/step_stats.py"),
-        live=True,
-        modelled=True,
-    ),
-    "advise": Kind(modelled=True, keeps_record=False),
-    "generate": Kind(live=True, keeps_record=False),
-    "contract": Kind(keeps_record=False),
-    "trust": Kind(keeps_record=False),
+    "generate": Kind(rules=_of_generate, live=True, keeps_record=False),
     "analysis": Kind(
         depends_on=(*TEXTS, "analysis"),
+        rules=_of_analysis,
         table="analysis",
         code=("paper/analysis.py", "paper/observed.py"),
     ),
+    "contract": Kind(keeps_record=False),
+    "advise": Kind(rules=_of_advise, modelled=True, keeps_record=False),
+}  # fmt: skip
+RENAMED = {
+    "long_decode": ("perplexity", "max_new_tokens=256"),
+    "turns": ("tasks", "prefill=both"),
+    "capacity": ("latency", "batch_size=largest"),
+    "trust": ("contract", "thorough=true"),
 }
+"""What was a kind of its own, and may still be that of a record: its kind now, and the setting that
+makes it."""
 
 
 def find(kind: str) -> Kind:
     """The kind of run of that name. Raises UserError where there is none."""
     if not isinstance(kind, str) or kind not in KINDS:  # composed YAML, not checked yet
-        raise UserError(f"kind={kind}: {nearest(kind, sorted(KINDS))}")
+        now = RENAMED.get(str(kind))
+        allowed = f"type kind={' '.join(now)}" if now else nearest(kind, sorted(KINDS))
+        raise UserError(f"kind={kind}: {allowed}")
     return KINDS[kind]
 
 

@@ -1,25 +1,23 @@
 """What the settings of a run must be together: `check` raises a `UserError` for the first rule that
-is broken. Each setting's own type and range is in `harness.settings.config`.
+is broken. Each setting's own type and range is in `harness.settings.config`, the rules of one kind
+of run in `harness.settings.kinds`.
 
 A rule names a setting, says whether it is wrong, and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any
 
 from harness.errors import UserError, nearest
 from harness.settings import codecs, systems
 from harness.settings.codecs import GROUP_SIZE, is_float, takes
-from harness.settings.config import BEHIND_LINK, RUNNING, RunConfig, Statistic
-from harness.settings.kinds import BOARD, find
+from harness.settings.config import BEHIND_LINK, RUNNING, RunConfig
+from harness.settings.kinds import BOARD, Rules, find
 from harness.settings.schema import kind_of, options
-
-Rules = Iterator[tuple[str, object, str]]
-"""A setting, whether it is wrong, and why, for each rule."""
 
 
 def check(config: RunConfig, given: Collection[str]) -> None:
@@ -29,9 +27,10 @@ def check(config: RunConfig, given: Collection[str]) -> None:
     """
     _check_budget(config, given)
     systems.check_gpu_cache(config.method, config.gpu_cache)
-    if find(config.kind).live:
+    kind = find(config.kind)
+    if kind.live:
         systems.check_combination(config.method, config.placement, config.gpu_cache)
-    for rules in (_of_rows, _of_sources, _of_machines, _of_links, _of_kinds, *_OF[config.kind]):
+    for rules in (_of_rows, _of_sources, _of_machines, _of_links, _of_kinds, kind.rules):
         for setting, is_wrong, why in rules(config):
             if is_wrong:
                 raise UserError(f"{setting}={_as_typed(_value(config, setting))}: {why}")
@@ -64,15 +63,10 @@ def _check_budget(config: RunConfig, given: Collection[str]) -> None:
         return
     where = f"budget={budget:g}"
     try:
-        with_it: object = method.with_budget(budget)
+        with_it = method.with_budget(budget)
     except ValueError as error:
         near = f"budget=nearest:{budget:g} takes the nearest that it allows"
         raise UserError(f"{where}: method={config.method_name}: {error}; {near}") from error
-    from methods.base import Method  # loaded with the method
-
-    if not isinstance(with_it, Method):
-        wrong = f"with_budget returned {with_it!r}; allowed: the method with this budget"
-        raise UserError(f"method={config.method_name}: {wrong}")
     for field in fields(method):
         setting, value = f"method.{field.name}", getattr(method, field.name)
         is_given = setting in given and value is not None
@@ -139,7 +133,7 @@ def _of_machines(config: RunConfig) -> Rules:
     kind, platform, device = find(config.kind), config.platform, config.model.device
     name, is_sheet, gib = platform.name, platform.sheet is not None, platform.device_gib
     streams = platform.weights_on_device < 1
-    no_run = "is modelled, nothing runs there; allowed here: cpu, cuda"
+    no_run = "is modelled, nothing runs there but experiment=advise; allowed here: cpu, cuda"
     yield "platform", is_sheet and not kind.modelled, no_run
     yield "platform.name", not is_sheet and name not in RUNNING, nearest(name, RUNNING)
     of_cpu = "sets the emulated link of platform=cpu; leave it null"
@@ -173,15 +167,15 @@ def _of_links(config: RunConfig) -> Rules:
     own_rate = "placement=disk has the disk's own rate; leave it null"
     yield "platform.link_gbps", platform.link_gbps and on_disk, own_rate
     yield "platform.disk_dir", platform.disk_dir and not on_disk, "is for placement=disk alone"
-    of_card = platform.device_gib and name == "cuda" and not managed and config.kind != "capacity"
-    smaller = "is for placement=managed and kind=capacity; leave it null"
+    of_card = platform.device_gib and name == "cuda" and not managed and not config.latency.largest
+    smaller = "is for placement=managed and batch_size=largest; leave it null"
     yield "platform.device_gib", of_card, smaller
 
 
 def _of_kinds(config: RunConfig) -> Rules:
     """What plays no part in a kind of run."""
     kind, no_part = config.kind, f"plays no part in kind={config.kind}; leave it out"
-    no_codec = kind in ("advise", "trust", "analysis")
+    no_codec = kind in ("advise", "analysis")
     yield "budget", config.budget is not None and (no_codec or kind == "contract"), no_part
     yield "codec", config.codec is not None and no_codec, no_part
     yield "prompt", config.prompt is not None and kind != "generate", "needs experiment=generate"
@@ -193,95 +187,3 @@ def _of_kinds(config: RunConfig) -> Rules:
             no_row = f"its rows are none of experiment={config.experiment}'s table; choose an "
             no_row += f"experiment of that kind: {', '.join(others) or 'none here is'}"
             yield "kind", True, no_row
-
-
-def _of_perplexity(config: RunConfig) -> Rules:
-    prefill, needed = config.prefill_len, max(1, config.prefill_len) + 2
-    least = f"must be at least {needed} with prefill_len={prefill}, for a row that predicts a token"
-    yield "seq_len", config.seq_len < needed, least
-    no_prompt = prefill < 1 and not config.method.reads_all
-    yield "prefill_len", no_prompt, "must be at least 1 under a method"
-
-
-def _of_turns(config: RunConfig) -> Rules:
-    both = "kind=turns asks each question both ways; leave it out"
-    yield "prefill", config.prefill != "auto", both
-    cuts = "kind=turns would cut a context differently for each question"
-    yield "too_long", config.task.too_long == "truncate", cuts
-
-
-def _of_one_text(config: RunConfig) -> Rules:
-    config.sampling.rule()
-    one_text = f"kind={config.kind} writes one text a prompt; leave it out"
-    yield "repeats", config.sampling.repeats > 1, one_text
-
-
-def _of_long_decode(config: RunConfig) -> Rules:
-    # The dense pass of a prompt gives the first token; a method decodes from the second on.
-    new = config.max_new_tokens
-    yield "prefill_len", config.prefill_len < 1, "must be at least 1 in kind=long_decode"
-    yield "max_new_tokens", new is None or new < 2, "must be at least 2 in kind=long_decode"
-
-
-def _of_generate(config: RunConfig) -> Rules:
-    yield "prompt", not config.prompt, "experiment=generate needs a text to go on from"
-
-
-def _of_capacity(config: RunConfig) -> Rules:
-    method = config.method
-    platform, hits = config.platform, config.capacity.hit_frac
-    placed = config.placement in ("device", "host")
-    yield "placement", not placed, "allowed in kind=capacity: device, host"
-    of_inputs = "needs the inputs of the layers, for which each prompt runs in one pass"
-    yield "method", method.needs_inputs, f"{of_inputs}; kind=capacity does not size it"
-    again = "reads each prompt again and holds the states of all layers meanwhile"
-    yield "method", method.rereads_prompt, f"{again}; kind=capacity does not size it"
-    hides = "kind=capacity is about transfers beside the computation, of pinned memory"
-    yield "platform.overlap", not platform.overlap, hides
-    yield "platform.pinned", not platform.pinned, hides
-    one = "kind=capacity is about one device; allowed: auto, cpu, cuda"
-    yield "model.device", config.model.device == "map", one
-    all_there = "kind=capacity has all weights on the device; leave it out"
-    yield "platform.weights_on_device", platform.weights_on_device < 1, all_there
-    unsized = platform.name == "cpu" and platform.device_gib is None
-    of_emulated = "kind=capacity needs the memory of the emulated device, in GiB"
-    yield "platform.device_gib", unsized, of_emulated
-    needs_hits = platform.sheet is not None and config.gpu_cache > 0
-    unknown = "on a modelled machine nobody knows which rows are asked for again; give the share "
-    unknown += "that was measured (`found on device`), from 0 to below 1"
-    yield "capacity.hit_frac", needs_hits and hits is None, unknown
-    no_rows = "is for gpu_cache on a modelled machine; leave it null"
-    yield "capacity.hit_frac", hits is not None and not needs_hits, no_rows
-
-
-def _of_advise(config: RunConfig) -> Rules:
-    needs = "kind=advise needs a modelled machine of conf/platform"
-    yield "platform", config.platform.sheet is None, needs
-
-
-def _of_analysis(config: RunConfig) -> Rules:
-    statistic, method = config.analysis.statistic, config.method
-    allowed = ", ".join(get_args(Statistic))
-    yield "analysis.statistic", statistic is None, f"kind=analysis needs one of {allowed}"
-    one = "kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
-    yield "model.device", config.model.device == "map", one
-    one_part = "kind=analysis reads one part of the text; leave it out"
-    yield "corpus.spread", config.corpus.spread, one_part
-    chooses = method.reads_all or method.when != "kept"
-    compares = "analysis.statistic=similarity compares h2o or streaming"
-    yield "method", statistic == "similarity" and chooses, compares
-
-
-_OF: dict[str, tuple[Callable[[RunConfig], Rules], ...]] = {
-    "perplexity": (_of_perplexity,),
-    "tasks": (),
-    "turns": (_of_turns,),
-    "long_decode": (_of_long_decode, _of_one_text),
-    "latency": (),
-    "capacity": (_of_capacity,),
-    "advise": (_of_advise,),
-    "generate": (_of_generate, _of_one_text),
-    "contract": (),
-    "trust": (),
-    "analysis": (_of_analysis,),
-}

@@ -53,17 +53,9 @@ class TaskConfig:
     """How lm-eval's tasks are prompted. These settings stand at the top, under the names of
     lm-eval's command line.
 
-    include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval,
-    such as max_seq_lengths of RULER; num_sentences is of kv_recall and passkey, places of
-    graph_search, max_gen_toks of AIME. apply_chat_template: prompts are turns of the tokenizer's
-    chat template; fewshot_as_multiturn: each example is a turn too; None: as apply_chat_template.
-    enable_thinking: handed to the template; None: not. chat_date: the day that a template writes as
-    today's, by default the one that Llama 3's know. think_end_token: what ends the thinking, as
-    text or token id; an answer is what follows its last occurrence. system_instruction: text before
-    the turns.
-    question_marker: the text with which a question starts, where prefill=question ends the prompt;
-    None: the task says where. too_long: what happens to a context beyond the model's limit;
-    `truncate` leaves out its beginning behind the start token.
+    metadata: passed to a task by lm-eval. chat_date: by default the day that Llama 3's template
+    knows. think_end_token: an answer is what follows its last occurrence. too_long: `truncate`
+    leaves out the context's beginning behind the start token.
     """
 
     include_path: FolderText | None = None
@@ -174,9 +166,7 @@ NEW_TOKENS = 64
 class SamplingConfig:
     """How the tokens of a generated answer are chosen. These settings stand at the top.
 
-    temperature: 0 takes the most likely token; None: as the task says, else 0. top_p, top_k: see
-    `Sampling`; None: as the task says, else as `Sampling` does. repeats: answers to each question,
-    each drawn from its own random numbers.
+    repeats: answers to each question, each drawn from its own random numbers.
     """
 
     temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None

@@ -15,26 +15,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from harness.data.text import prompt_ids
 from harness.decode.session import LiveSession
-from harness.decode.weights import streamed_weights
 from harness.errors import UserError, printable
-from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.model.sampling import Draft
-from harness.replay.setup import prepare
 from harness.results.step_stats import stats_of
 from harness.settings.config import RunConfig
-from harness.speed.generate import (
-    new_draft,
-    new_session,
-    new_tokens_of,
-    require_length,
-    write_text,
-)
-from harness.speed.latency import compute_threads, two_memories
+from harness.speed.generate import live, new_draft, new_tokens_of, require_length, write_text
 from methods.base import TokenCounts
 
 LETTERS = 60
@@ -75,18 +63,6 @@ class _Question(NamedTuple):
     def rows(self) -> tuple[int, ...]:
         """Tokens that are decode rows."""
         return self.ids[self.num_prompt :]
-
-
-class _Group(NamedTuple):
-    """Questions that go on from one cache; room: for tokens behind its prompt."""
-
-    questions: list[_Question]
-    room: int
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Tokens of the context."""
-        return self.questions[0].prompt
 
 
 def _encoded(context: str, of_context: Sequence[int], question: str, tokenizer: Any) -> _Question:
@@ -139,33 +115,37 @@ def ask_all(
     longest = max(len(question.ids) for question in questions)
     max_new_tokens = new_tokens_of(config, loaded, longest)
     require_length("context and question", longest, max_new_tokens, loaded)
-    groups = _grouped(questions, max_new_tokens)
+    by_prompt: dict[tuple[int, ...], list[_Question]] = {}
+    for question in dict.fromkeys(questions):
+        by_prompt.setdefault(question.prompt, []).append(question)
+    rooms: dict[tuple[int, ...], int] = {}  # of a cache, behind its prompt
     num_steps = 0
-    for group in groups:
-        num_steps += 1  # the prompt's pass
-        for question in group.questions:
-            num_steps += len(question.rows) + max_new_tokens
+    for prompt, of_prompt in by_prompt.items():
+        lengths = [len(question.rows) for question in of_prompt]
+        rooms[prompt] = max(lengths) + max_new_tokens
+        num_steps += 1 + sum(lengths) + len(lengths) * max_new_tokens  # 1: the prompt's pass
     begin(num_steps)
 
     def decode_rows() -> list[TokenCounts]:
         counts = []
-        for group in groups:
-            final = len(group.prompt) + group.room
-            for question in group.questions:
-                last = len(question.ids) + max_new_tokens - 1
-                for cached in range(question.num_prompt, last):
-                    counts.append(TokenCounts(cached, question.num_prompt, final))
+        for prompt, of_prompt in by_prompt.items():
+            final = len(prompt) + rooms[prompt]
+            for question in of_prompt:
+                for cached in range(len(prompt), len(question.ids) + max_new_tokens - 1):
+                    counts.append(TokenCounts(cached, len(prompt), final))
         return counts
 
-    drafts: dict[_Question, Draft] = {}
     answers: dict[_Question, Answer] = {}
     context_s = 0.0
 
-    def answer(session: LiveSession, logits: Tensor, question: _Question) -> None:
-        """Write the answer behind a question's last token, whose logits [1, vocab] are given."""
-        draft = drafts[question]
-        before = question.ids
-        text = write_text(session, logits, draft, before, reader, lambda _: on_step())
+    def answer(session: LiveSession, question: _Question) -> None:
+        """Decode a question's rows, and write the answer behind them."""
+        draft = new_draft(config, loaded, question.ids, max_new_tokens)
+        session.begin_turn(len(question.rows))
+        for token in question.rows:
+            logits = session.decode_step(torch.tensor([token], device=session.attached.device))
+            on_step()
+        text = write_text(session, logits, draft, question.ids, reader, lambda _: on_step())
         stats = stats_of(session)
         answers[question] = Answer(
             answer=text,
@@ -176,39 +156,14 @@ def ask_all(
             kv_bytes=(stats.device_kv_bytes or 0) + (stats.host_kv_bytes or 0),
         )
 
-    with attach(loaded.model) as attached, compute_threads(attached.device):
-        setup = prepare(config, loaded, attached, decode_rows)
-        platform = config.platform
-        with (
-            two_memories(config, attached) as (_, link),
-            streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned),
-        ):
-            for question in questions:
-                drafts[question] = new_draft(config, loaded, question.ids, max_new_tokens)
-            for group in groups:
-                session = new_session(config, attached, setup, link, group.room)
-                with closing(session):
-                    ids = torch.tensor([group.prompt], device=attached.device)
-                    logits = session.prefill(ids, torch.ones_like(ids, dtype=torch.bool))
-                    on_step()
-                    context_s += session.clock.ttft_s
-                    for question in group.questions:
-                        with closing(session.fork()) as fork:
-                            fork.begin_turn(len(question.rows))
-                            for token in question.rows:
-                                logits = fork.decode_step(ids.new_tensor([token]))
-                                on_step()
-                            answer(fork, logits, question)
+    with live(config, loaded, decode_rows) as (open_session, _):
+        for prompt, of_prompt in by_prompt.items():
+            with closing(open_session(rooms[prompt])) as session:
+                ids = torch.tensor([prompt], device=session.attached.device)
+                session.prefill(ids, torch.ones_like(ids, dtype=torch.bool))
+                on_step()
+                context_s += session.clock.ttft_s
+                for question in of_prompt:
+                    with closing(session.fork()) as fork:
+                        answer(fork, question)
     return [answers[question] for question in questions], context_s
-
-
-def _grouped(questions: Sequence[_Question], max_new_tokens: int) -> list[_Group]:
-    """The questions of each cache: those whose prompts are equal, each question once."""
-    by_prompt: dict[tuple[int, ...], list[_Question]] = {}
-    for question in dict.fromkeys(questions):
-        by_prompt.setdefault(question.prompt, []).append(question)
-    groups = []
-    for of_prompt in by_prompt.values():
-        longest = max(len(question.rows) for question in of_prompt)
-        groups.append(_Group(of_prompt, longest + max_new_tokens))
-    return groups

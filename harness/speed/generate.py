@@ -6,25 +6,23 @@ max_new_tokens=100 temperature=0.7
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.data.text import prompt_ids
-from harness.decode.links import Links
 from harness.decode.session import LiveSession, generate
 from harness.decode.weights import StreamedWeights, streamed_weights
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.attached import Attached
 from harness.model.generation import ENDLESS, GenerationRule, Settings
 from harness.model.load import LoadedModel
 from harness.model.sampling import Draft
-from harness.replay.setup import Setup, prepare
+from harness.replay.setup import prepare
 from harness.results.metrics import MISSING
 from harness.results.step_stats import StepStats, stats_of
 from harness.settings.config import RunConfig
@@ -132,37 +130,58 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
     def decode_rows() -> list[TokenCounts]:
         return [TokenCounts(cached, len(ids), total) for cached in range(len(ids), total - 1)]
 
+    with live(config, loaded, decode_rows) as (open_session, weights):
+        # Where ids stand for no words, the prompt is shown as its ids too.
+        prompt = config.prompt if loaded.random_ids is None else loaded.random_ids.decode(ids)
+        with closing(open_session(max_new_tokens)) as session:
+            write(prompt)
+            draft = new_draft(config, loaded, ids, max_new_tokens)
+            given = torch.tensor([ids], device=session.attached.device)
+            logits = session.prefill(given, torch.ones_like(given, dtype=torch.bool))
+            of_prompt = 0 if weights is None else weights.num_bytes
+            text = write_text(session, logits, draft, ids, loaded.reader, write)
+            return Generated(
+                **vars(stats_of(session)),
+                prompt=prompt,
+                text=text,
+                num_prompt_tokens=len(ids),
+                num_tokens=len(draft.tokens),
+                weight_bytes=0 if weights is None else weights.num_bytes - of_prompt,
+                rows=session.rows_loaded,
+                steps=session.steps,
+                h2d_bytes=session.h2d_bytes,
+                d2h_bytes=session.d2h_bytes,
+                budget=session.reads.budget if session.steps else None,
+                source=source_of(config),
+                counted=session.placement != "managed",
+            )
+
+
+@contextmanager
+def live(
+    config: RunConfig, loaded: LoadedModel, decode_rows: Callable[[], list[TokenCounts]]
+) -> Iterator[tuple[Callable[[int], LiveSession], StreamedWeights | None]]:
+    """The run's method on its model and in its memories: what opens a session for so many new
+    tokens, and the weights that are streamed. decode_rows: those on which a budget is met."""
+    platform = config.platform
     with attach(loaded.model) as attached, compute_threads(attached.device):
         setup = prepare(config, loaded, attached, decode_rows)
-        platform = config.platform
-        with (
-            two_memories(config, attached) as (_, link),
-            streamed_weights(
-                attached, link, platform.weights_on_device, pinned=platform.pinned
-            ) as weights,
-        ):
-            session = new_session(config, attached, setup, link, max_new_tokens)
-            # Where ids stand for no words, the prompt is shown as its ids too.
-            prompt = config.prompt if loaded.random_ids is None else loaded.random_ids.decode(ids)
-            with closing(session):
-                write(prompt)
-                continuation = new_draft(config, loaded, ids, max_new_tokens)
-                streamed = _stream(session, ids, continuation, loaded.reader, write, weights)
-                return Generated(
-                    **vars(stats_of(session)),
-                    prompt=prompt,
-                    text=streamed.text,
-                    num_prompt_tokens=len(ids),
-                    num_tokens=streamed.num_tokens,
-                    weight_bytes=streamed.weight_bytes,
-                    rows=session.rows_loaded,
-                    steps=session.steps,
-                    h2d_bytes=session.h2d_bytes,
-                    d2h_bytes=session.d2h_bytes,
-                    budget=session.reads.budget if session.steps else None,
-                    source=source_of(config),
-                    counted=session.placement != "managed",
+        with two_memories(config, attached) as (_, link):
+
+            def open_session(max_new_tokens: int) -> LiveSession:
+                return setup.live(
+                    attached,
+                    max_new_tokens,
+                    placement=config.placement,
+                    link=link,
+                    pinned=platform.pinned,
                 )
+
+            streamed = streamed_weights(
+                attached, link, platform.weights_on_device, pinned=platform.pinned
+            )
+            with streamed as weights:
+                yield open_session, weights
 
 
 def new_tokens_of(config: RunConfig, loaded: LoadedModel, num_prompt: int) -> int:
@@ -183,23 +202,6 @@ def require_length(what: str, num_tokens: int, max_new_tokens: int, loaded: Load
             f"{what} of {num_tokens} tokens and max_new_tokens={max_new_tokens}: must be "
             f"at least 1 and together at most {loaded.max_length}, the limit of {loaded.name}"
         )
-
-
-def new_session(
-    config: RunConfig, attached: Attached, setup: Setup, link: Links | None, max_new_tokens: int
-) -> LiveSession:
-    """A session of the run's method and placement, before its prompt."""
-    return LiveSession(
-        attached,
-        setup.method,
-        max_new_tokens=max_new_tokens,
-        codec=setup.codec,
-        placement=config.placement,
-        link=link,
-        calibration=setup.calibration,
-        gpu_cache=config.gpu_cache,
-        pinned=config.platform.pinned,
-    )
 
 
 def new_draft(
@@ -248,32 +250,3 @@ def write_text(
         write(so_far.removeprefix(shown))
         shown = so_far
     return shown
-
-
-class _Streamed(NamedTuple):
-    """A text that has been written. Fields as in `Generated`."""
-
-    text: str
-    num_tokens: int
-    weight_bytes: int
-
-
-def _stream(
-    session: LiveSession,
-    ids: Sequence[int],
-    text: Draft,
-    tokenizer: Any,
-    write: Callable[[str], Any],
-    weights: StreamedWeights | None,
-) -> _Streamed:
-    """Write the text as it grows."""
-    prompt = torch.tensor([ids], device=session.attached.device)
-    logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
-    prompt_weight_bytes = 0 if weights is None else weights.num_bytes
-    shown = write_text(session, logits, text, ids, tokenizer, write)
-    weight_bytes = 0 if weights is None else weights.num_bytes
-    return _Streamed(
-        text=shown,
-        num_tokens=len(text.tokens),
-        weight_bytes=weight_bytes - prompt_weight_bytes,
-    )

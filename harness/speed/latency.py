@@ -28,10 +28,10 @@ from harness.model.attached import Attached
 from harness.model.load import LoadedModel
 from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.model.resources import Memo
-from harness.replay.setup import Setup, prepare
+from harness.replay.setup import prepare
 from harness.results.environment import num_cores
 from harness.settings.config import LatencyConfig, RunConfig
-from harness.settings.kinds import Outcome, find
+from harness.settings.kinds import Outcome
 from harness.speed.link_rate import LinkRate, disk_rate, link_rate
 from harness.speed.timed_run import SharedPrompt, TimedRun, run_shared_prompt, time_run
 from methods.base import TokenCounts
@@ -47,8 +47,7 @@ def source_of(config: RunConfig) -> str:
 def waits_for_link(config: RunConfig) -> bool:
     """Whether the rows of a run on a CPU take as long as over the emulated link: where the run is
     there for its times, or its user sets the link's rate. Elsewhere they move at memory's speed."""
-    is_timed = find(config.kind).table in ("latency", "capacity")
-    return is_timed or config.platform.link_gbps is not None
+    return config.kind == "latency" or config.platform.link_gbps is not None
 
 
 Prompts = Memo[SharedPrompt]
@@ -65,7 +64,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
     shape, platform = config.latency, config.platform
     require_length(shape, loaded)
     with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
-        setup = _setup(config, loaded, attached)
+        setup = prepare(config, loaded, attached, lambda: decode_rows(shape))
         run = TimedRun(
             setup.method,
             shape,
@@ -94,8 +93,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
                     config.calibration,
                 )
                 prompt = (Memo() if prompts is None else prompts).get(key, run_densely)
-            known = setup.calibration
-            metrics, raw = time_run(attached, prompt, run, link=link, calibration=known)
+            metrics, raw = time_run(attached, prompt, run, link=link, calibration=setup.calibration)
     marks = {"platform": platform.name, "source": source_of(config)}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
     link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s}
@@ -160,10 +158,6 @@ def compute_threads(device: torch.device) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
-    return prepare(config, loaded, attached, lambda: decode_rows(config.latency))
-
-
 def require_length(shape: LatencyConfig, loaded: LoadedModel) -> None:
     """Raise UserError for sequences longer than the model's limit."""
     if shape.prompt_len + shape.gen_len > loaded.max_length:
@@ -200,5 +194,4 @@ def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int)
     shared = kept_bytes(attached, batch * prompt) + prompt_bytes(attached, batch * prompt)
     elements = geometry.num_layers * 2 * geometry.num_kv_heads * geometry.head_dim
     cache = batch * (prompt + gen) * elements * attached.dtype.itemsize
-    needed = shared + cache
-    require_memory(needed, attached.device, "the shared prompt with a cache")
+    require_memory(shared + cache, attached.device, "the shared prompt with a cache")

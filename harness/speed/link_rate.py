@@ -10,12 +10,10 @@ engine is faster. That takes some 0.1 s of the device, and the compiler's time.
 from __future__ import annotations
 
 import json
-import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,11 +26,9 @@ from torch import Tensor
 from harness.decode.disk import BLOCK_BYTES, Disk
 from harness.decode.memory import DEFAULT_TUNING, Tuning
 from harness.decode.store import copy_heads, gather_rows
-from harness.errors import reason
 from harness.files import write_atomic
 from harness.results.environment import processor
 
-log = logging.getLogger(__name__)
 MEMORY_TO_LINK = 62
 """Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16
 12.4 GB/s achieved."""
@@ -64,38 +60,24 @@ class LinkRate:
 
 
 def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | None) -> LinkRate:
-    """The rate of the link to `device`; `link_gbps` (10^9 bytes/s) sets the emulated one.
-
-    A kept rate or tuning that is damaged is measured anew. Raises UserError where the results
-    folder cannot be written.
-    """
+    """The rate of the link to `device`; `link_gbps` (10^9 bytes/s) sets the emulated one. Raises
+    UserError where the results folder cannot be written."""
     if link_gbps is not None:
         return LinkRate(link_gbps * 1e9, None)
     path = Path(results_dir) / "link.json"
-    try:
-        known: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        known = {}
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        log.warning("%s: damaged (%s); measured anew", path, reason(error))
-        known = {}
+    known: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else f"cpu, {processor()}"
-    rate: Any = known.get(name)
-    tuning = _tuning(known.get(f"{name}, tuning")) if is_cuda else DEFAULT_TUNING
-    is_rate = isinstance(rate, float) and 0 < rate < math.inf
-    if rate is not None and not is_rate:
-        log.warning("%s: %s=%s is no rate; measured anew", path, name, rate)
-    if not is_rate or tuning is None:
+    tuned = f"{name}, tuning"
+    if name not in known or (is_cuda and tuned not in known):
+        known[name] = measure_copy_rate(device)
         if is_cuda:
-            rate, tuning = _measure(device)
-            known[name] = rate
-            known[f"{name}, tuning"] = asdict(tuning)
-        else:
-            rate, tuning = measure_copy_rate(), DEFAULT_TUNING
-            known[name] = rate
+            known[tuned] = asdict(measure_tuning(device))
         write_atomic(path, json.dumps(known, indent=1) + "\n")
-    return LinkRate(rate if is_cuda else default_bytes_per_s(rate), rate, tuning)
+    rate = known[name]
+    if is_cuda:
+        return LinkRate(rate, rate, Tuning(**known[tuned]))
+    return LinkRate(default_bytes_per_s(rate), rate)
 
 
 def disk_rate(disk: Disk) -> LinkRate:
@@ -176,10 +158,6 @@ def choose_min_copy(kernel_s: Mapping[int, float], copy_s: Mapping[int, float]) 
     return smallest
 
 
-def _measure(device: torch.device) -> tuple[float, Tuning]:
-    return measure_copy_rate(device), measure_tuning(device)
-
-
 def _gather_seconds(device: torch.device) -> dict[tuple[int, int], float]:
     """Seconds of a gather of scattered rows, by the number of programs and the bytes in flight."""
     heads, capacity, slot_bytes = GATHERED
@@ -230,14 +208,3 @@ def _seconds(move: Callable[[], object]) -> float:
     for begin, end in zip(events, events[1:], strict=False):
         calls_ms.append(begin.elapsed_time(end))
     return statistics.median(calls_ms) / 1e3
-
-
-def _tuning(stored: Any) -> Tuning | None:
-    """None where it is not whole."""
-    names = {field.name for field in fields(Tuning)}
-    if not isinstance(stored, dict) or set(stored) != names:
-        return None
-    for value in stored.values():
-        if type(value) is not int or value <= 0:
-            return None
-    return Tuning(**stored)

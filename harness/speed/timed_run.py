@@ -62,6 +62,7 @@ from harness.model.attached import Attached
 from harness.model.dense_prompts import PrefilledPrompt
 from harness.model.passes import launching_on
 from harness.model.prompts import run_prompt
+from harness.replay.session import Setup
 from harness.results.step_stats import deviation, ratio, times_of
 from harness.settings.config import BEHIND_LINK, LatencyConfig, Placement
 from methods.base import Calibration, Method
@@ -108,7 +109,8 @@ class _Repeat:
 
     decoding_s: of all num_steps steps, warm-up included. counts: by name, what the timed steps
     moved and read; None for what has no meaning. timed_busy_s, timed_span_s: of the timed steps,
-    summed over the links, seconds in which they were busy, and all. The others as in the module.
+    summed over the links, seconds in which they were busy, and all. kept: the cache's bytes, and
+    tokens evicted, by column. The others as in the module.
     """
 
     begin_s: float
@@ -118,14 +120,11 @@ class _Repeat:
     counts: dict[str, int | None]
     timed_busy_s: float
     timed_span_s: float
-    host_kv_bytes: int | None
-    disk_kv_bytes: int
-    device_kv_bytes: int
+    kept: dict[str, Any]
     pinned_bytes: int
     peak_device_bytes: int
     budget: float
     device_frac: float
-    tokens_evicted: float | None
     num_steps: int
 
 
@@ -163,16 +162,14 @@ def time_run(
     timeline = Timeline(attached.device)
     slabs: dict[torch.device, PinnedSlab] = {}
 
+    setup = Setup(run.method, run.codec, calibration, run.gpu_cache)
+
     def open_session() -> LiveSession:
-        return LiveSession(
+        return setup.live(
             attached,
-            run.method,
-            max_new_tokens=shape.gen_len,
-            codec=run.codec,
+            shape.gen_len,
             placement=run.placement,
             link=link if run.placement in BEHIND_LINK else None,
-            calibration=calibration,
-            gpu_cache=run.gpu_cache,
             pinned=run.pinned,
             slabs=slabs,
             timeline=timeline,
@@ -186,7 +183,9 @@ def time_run(
     with streamed as weights:
         try:
             if isinstance(prompt, Tensor):
-                _warm_up(open_session, prompt)
+                with closing(open_session()) as session:
+                    _begin(session, prompt)
+                del session  # and its memory, before the next is opened
             while len(repeats) < shape.repeats and left_s > 0:
                 repeats.append(_time_repeat(open_session, weights, prompt, run, left_s))
                 left_s -= repeats[-1].decoding_s
@@ -198,11 +197,6 @@ def time_run(
     if isinstance(prompt, SharedPrompt) and not run.method.needs_inputs:  # else it runs anew
         dense_s = list(prompt.dense_s[: len(repeats)])
     return _timing(run, repeats, dense_s, weights, attached.geometry.num_layers)
-
-
-def _warm_up(open_session: Callable[[], LiveSession], prompt: Tensor) -> None:
-    with closing(open_session()) as session:
-        _begin(session, prompt)
 
 
 def _time_repeat(
@@ -266,14 +260,16 @@ def _time_repeat(
             counts=counts,
             timed_busy_s=timed_busy_s,
             timed_span_s=timed_span_s,
-            host_kv_bytes=session.host_bytes,
-            disk_kv_bytes=session.disk_bytes,
-            device_kv_bytes=session.device_bytes,
+            kept={
+                "host_kv_bytes": session.host_bytes,
+                "disk_kv_bytes": session.disk_bytes or None,
+                "device_kv_bytes": session.device_bytes,
+                "tokens_evicted": session.reads.tokens_evicted,
+            },
             pinned_bytes=session.pinned_bytes,
             peak_device_bytes=_peak_device_bytes(session, weights),
             budget=session.reads.budget,
             device_frac=session.reads.device_frac,
-            tokens_evicted=session.reads.tokens_evicted,
             num_steps=session.steps,
         )
 
@@ -289,33 +285,17 @@ def _timing(
     shape = run.shape
     num_steps = shape.gen_len - 1
     crosses = run.placement != "managed"
-    timed: list[float] = []
-    segments: list[dict[str, float]] = []
-    ttft_s: list[float] = []
-    medians: list[float] = []
-    begin_s: list[float] = []
-    step_s: list[list[float]] = []
-    counts: dict[str, int | None] = dict.fromkeys(repeats[0].counts)
-    timed_busy_s = timed_span_s = 0.0
-    budget_sum = device_frac_sum = 0.0
-    all_steps = peak_device_bytes = 0
-    for repeat, of_pass in zip(repeats, dense_s, strict=True):
-        timed += repeat.step_s
-        segments += repeat.segments
-        ttft_s.append(of_pass + repeat.begin_s)
-        medians.append(statistics.median(repeat.step_s))
-        begin_s.append(repeat.begin_s)
-        step_s.append(repeat.step_s)
-        for name, count in repeat.counts.items():
-            if count is not None:
-                counts[name] = (counts[name] or 0) + count
-        timed_busy_s += repeat.timed_busy_s
-        timed_span_s += repeat.timed_span_s
-        peak_device_bytes = max(peak_device_bytes, repeat.peak_device_bytes)
-        all_steps += repeat.num_steps
-        budget_sum += repeat.num_steps * repeat.budget
-        device_frac_sum += repeat.num_steps * repeat.device_frac
-    first = repeats[0]  # all repeats keep the same bytes
+    timed = [seconds for repeat in repeats for seconds in repeat.step_s]
+    segments = [step for repeat in repeats for step in repeat.segments]
+    ttft_s = [of_pass + repeat.begin_s for of_pass, repeat in zip(dense_s, repeats, strict=True)]
+    medians = [statistics.median(repeat.step_s) for repeat in repeats]
+    counts: dict[str, int | None] = {}
+    for name in repeats[0].counts:
+        known = [count for repeat in repeats if (count := repeat.counts[name]) is not None]
+        counts[name] = sum(known) if known else None
+    timed_busy_s = sum(repeat.timed_busy_s for repeat in repeats)
+    timed_span_s = sum(repeat.timed_span_s for repeat in repeats)
+    all_steps = sum(repeat.num_steps for repeat in repeats)
     times = times_of(
         statistics.fmean(ttft_s), timed, batch_size=shape.batch_size, num_steps=num_steps
     )
@@ -339,18 +319,15 @@ def _timing(
     crossed = (loaded or 0) + (counts["d2h_bytes"] or 0) + (counts["weight_bytes"] or 0)
     metrics |= {
         "read_amplification": None if from_disk is None else ratio(from_disk, wanted or 0),
-        "disk_kv_bytes": first.disk_kv_bytes or None,
         "weights_on_device": weights.on_device if weights else None,
         "link_utilisation": ratio(timed_busy_s, timed_span_s),
         "hit_rate": None if rows_read is None else ratio(rows_found or 0, rows_read),
-        "host_kv_bytes": first.host_kv_bytes,
-        "device_kv_bytes": first.device_kv_bytes,
+        **repeats[0].kept,  # all repeats keep the same bytes
         "exposed_transfer_s": waited_s / len(timed) * num_steps if crosses else None,
         "link_bytes_per_s": ratio(crossed, timed_busy_s),
-        "peak_device_bytes": peak_device_bytes,
-        "budget": budget_sum / all_steps,
-        "device_frac": device_frac_sum / all_steps,
-        "tokens_evicted": first.tokens_evicted,
+        "peak_device_bytes": max(repeat.peak_device_bytes for repeat in repeats),
+        "budget": sum(repeat.num_steps * repeat.budget for repeat in repeats) / all_steps,
+        "device_frac": sum(repeat.num_steps * repeat.device_frac for repeat in repeats) / all_steps,
     }
     for name in SEGMENTS:
         of_step = statistics.median(step[name] for step in segments)
@@ -361,10 +338,10 @@ def _timing(
         metrics["transfer_s"] = None
     samples = {
         "dense_s": dense_s,
-        "begin_s": begin_s,
-        "step_s": step_s,
+        "begin_s": [repeat.begin_s for repeat in repeats],
+        "step_s": [repeat.step_s for repeat in repeats],
         "segments": segments,
-        "pinned_bytes": first.pinned_bytes,
+        "pinned_bytes": repeats[0].pinned_bytes,
         "timed_rows_read": rows_read,
         "timed_rows_found": rows_found,
     }

@@ -33,7 +33,7 @@ from harness.model.sampling import Draft
 from harness.model.tiny import tiny_model
 from harness.run.compose import load
 from harness.run.runner import Run
-from harness.scoring.long_decode import FULL, decode_freely
+from harness.scoring.perplexity import FULL, decode_freely
 from harness.settings.config import RunConfig
 from harness.settings.task_config import GREEDY, Sampling
 from harness.speed.generate import Generated, run_generate
@@ -179,8 +179,8 @@ def test_a_long_text_follows_the_file_and_does_not_end(folder, free):
     network = AutoModelForCausalLM.from_pretrained(folder(values))
     rule = GenerationRule(network, IDS, max_new_tokens=NEW, **GREEDY.settings, **ENDLESS)
     with attach(network) as attached:
-        decoded = decode_freely(attached, FULL, [IDS], [Draft(IDS, rule)])
-    assert decoded.tokens[0].tolist() == by_transformers(network, max_new_tokens=NEW, eos_token_id=None)
+        tokens, _, _ = decode_freely(attached, FULL, [IDS], [Draft(IDS, rule)])
+    assert tokens[0].tolist() == by_transformers(network, max_new_tokens=NEW, eos_token_id=None)
 
 
 def test_a_drawn_text_is_of_transformers_distribution(folder):

@@ -303,18 +303,6 @@ def test_a_user_whose_home_folder_is_not_there_has_no_cache(monkeypatch):
     assert cache_dir() == Path.home() / "x"
 
 
-def test_a_tokenizer_that_panics_is_one_line(model, monkeypatch):
-    class PanicException(BaseException):
-        pass
-
-    def panics(*arguments, **options):
-        raise PanicException("called `Option::unwrap()`\non a `None` value")
-
-    monkeypatch.setattr(type(model.loaded.tokenizer), "__call__", panics)
-    assert "its tokenizer fails (called `Option::unwrap()` on a" in refusal(lambda: model.perplexity(methods=["full"]))
-    assert "its tokenizer fails" in refusal(lambda: model.generate(PROMPT, method="full", max_new_tokens=2))
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -36,7 +36,7 @@ def drawn(monkeypatch):
     monkeypatch.setattr(gpu, "load", load)
     monkeypatch.setattr(equal, "load", load)
     monkeypatch.setattr(gpu, "call_apart", lambda act, limit_s: act())  # here, where the tests' changes are
-    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 62e9)
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda device: 62e9)
     return folders
 
 

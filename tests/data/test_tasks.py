@@ -281,8 +281,8 @@ def test_examples_follow_the_seed(root):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "validation.jsonl: the file is empty"),
-        ('{"premise": 1}\n', "validation.jsonl: tasks=copa: lm-eval cannot build it from these rows (KeyError"),
+        ("", "validation.jsonl, line 1: expected an object of JSON"),
+        ('{"premise": 1}\n', "tasks=copa: lm-eval cannot build it from the rows of data.root="),
         (None, "tasks=copa needs validation.jsonl"),
     ],
 )
@@ -298,10 +298,9 @@ def test_a_damaged_file_is_named(content, message, root, loaded):
 
 COPA = ROWS["copa"]
 BAD_ROWS = {
-    "a label in words": ("copa", COPA | {"label": "1"}, "field 'label' holds text, but a number in line 1"),
+    "a label in words": ("copa", COPA | {"label": "1"}, "field 'label' is '1'; allowed: 0, 1"),
     "no label": ("copa", COPA | {"label": None}, "field 'label' is None; allowed: 0, 1"),
-    "too many fields": ("copa", COPA | dict.fromkeys(map(str, range(1000)), 0), "1,006 fields; allowed: up to 1,000"),
-    "no UTF-8": ("copa", b'{"premise": "\xff"}', "not JSON, 'utf-8' codec can't decode"),
+    "no UTF-8": ("copa", b'{"premise": "\xff"}', "expected an object of JSON (UnicodeDecodeError"),
     "no field of the prompt": ("piqa", {"sol1": "a knife", "sol2": "a spoon", "label": 0}, "field 'goal' is missing"),
     "arc, an empty choice": (
         "arc_easy",
@@ -322,13 +321,13 @@ def test_an_odd_row_is_named_by_file_and_line(case, root, loaded):
     with pytest.raises(UserError) as error:
         run_tasks(settings(task, root=root), loaded)
     said = str(error.value)
-    assert said.startswith(f"{path}, line 4: ") and message in said and "\n" not in said
+    assert re.match(f"{path}, (line|row) 4: ", said) and message in said and "\n" not in said
 
 
 def test_an_example_that_is_shown_is_checked_too(root, loaded):
     path = root / FILES["piqa"][0]
     path.write_text("\n".join(json.dumps(ROWS["piqa"] | {"label": -1, "goal": f"To {n}"}) for n in range(8)))
-    with pytest.raises(UserError, match=r"train.jsonl, line \d: tasks=piqa: its answer -1 is none of its 2 choices"):
+    with pytest.raises(UserError, match=r"train.jsonl, row \d: tasks=piqa: its answer -1 is none of its 2 choices"):
         run_tasks(settings("piqa", root=root), loaded)
     run_tasks(settings("piqa", root=root, num_fewshot=0, num_samples=1), loaded)
 
@@ -341,7 +340,7 @@ def test_a_split_of_the_hub_without_labels_is_named(labels, loaded, monkeypatch)
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name: {"train": rows.select([0, 1]), "validation": rows})
     config = settings("copa", data=DataConfig("hub"), num_fewshot=0, num_samples=None)
     if -1 in labels:
-        said = r"^data=hub: aps/super_glue, split validation, row 2: tasks=copa: has no label \(-1\)"
+        said = r"^data=hub: aps/super_glue, split validation, row 3: tasks=copa: has no label \(-1\)"
         with pytest.raises(UserError, match=said):
             run_tasks(config, loaded)
     else:

@@ -70,7 +70,7 @@ def test_headers_are_c_that_comes_with_numpy():
 
 def test_code_is_pythons_library_in_one_order(tmp_path, monkeypatch):
     library = Path(sysconfig.get_path("stdlib"))
-    whole, at = text.code_text(), 0
+    whole, at = text.named_text("code"), 0
     for module in text.CODE_MODULES:
         source = (library / f"{module}.py").read_text(encoding="utf-8")
         assert whole.startswith(source, at), module
@@ -81,7 +81,7 @@ def test_code_is_pythons_library_in_one_order(tmp_path, monkeypatch):
     assert inputs.corpus(CorpusConfig("code"), hub) == {"corpus": text_sha256(whole)}, "no revision of the hub's"
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match=r"corpus=code, file=.*argparse\.py: cannot be read .No such file"):
-        text.code_text()
+        text.named_text("code")
 
 
 def test_the_book_lies_below_the_root(tmp_path):

@@ -21,6 +21,7 @@ from harness.model.shape import ModelShape
 from harness.model.tiny import tiny_model
 from harness.paper.costmodel import capacity as modelled
 from harness.paper.costmodel.schemes import Efficiency, Platform
+from harness.run.advise import modelled as modelled_run
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.settings.rules import check
@@ -276,7 +277,7 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
     monkeypatch.setattr(emulated, "time_run", time_run)
     monkeypatch.setattr(emulated, "available_bytes", lambda home: int(0.4 * GIB))
     monkeypatch.setattr(speed, "smaller_card", lambda device, asked: nullcontext(cards.append(asked)))
-    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda device: 1e10)
     cards: list[float | None] = []
     loaded = LoadedModel(tiny("gqa"), None, "tiny", 512, random_ids=RandomIds(256))
     words = ["experiment=capacity", "platform=cuda", "system=offload", "model.weights=random", "prompt_len=40"]
@@ -300,65 +301,64 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
 
 # Refusals
 
-H100, CUDA = ["platform=h100-pcie5", "model=llama3.1-8b"], ["platform=cuda", "method=full"]
+EMULATED, CUDA = ["platform.device_gib=1"], ["platform=cuda", "method=full"]
 
 
 REFUSED = [
-    (["method=full"], "platform.device_gib=null: kind=capacity needs the memory of the emulated device"),
-    ([*H100, "method=oracle", "budget=0.1"], "placement=host: Oracle selects by the true scores"),
-    ([*H100, "method=kvzip", "placement=device"], "method=kvzip: reads each prompt again"),
-    ([*H100, "placement=managed", "method=full"], "placement=managed: needs platform=cuda"),
-    ([*H100, "system=infinigen2+rows"], "capacity.hit_frac=null: on a modelled machine nobody knows"),
-    ([*H100, "system=infinigen2", "capacity.hit_frac=0.5"], "capacity.hit_frac=0.5: is for gpu_cache"),
-    ([*H100, "system=offload-pageable"], "platform.overlap=false: kind=capacity is about transfers"),
-    ([*CUDA, "model.device=map"], "model.device=map: kind=capacity is about one device"),
-    ([*CUDA, "platform.weights_on_device=0.5"], "platform.weights_on_device=0.5: kind=capacity has all weights on"),
-    ([*CUDA, "placement=managed"], "placement=managed: allowed in kind=capacity: device"),
+    (["method=full"], "platform.device_gib=null: batch_size=largest needs the memory of the emulated device"),
+    ([*EMULATED, "method=oracle", "budget=0.1"], "placement=host: Oracle selects by the true scores"),
+    ([*EMULATED, "method=kvzip", "placement=device"], "method=kvzip: reads each prompt again"),
+    (
+        ["platform=h100-pcie5", "method=full"],
+        "platform=h100-pcie5: is modelled, nothing runs there but",
+    ),
+    ([*EMULATED, "system=offload-pageable"], "platform.overlap=false: batch_size=largest is about transfers"),
+    ([*CUDA, "model.device=map"], "model.device=map: batch_size=largest is about one device"),
+    (
+        [*CUDA, "platform.weights_on_device=0.5"],
+        "platform.weights_on_device=0.5: batch_size=largest has all",
+    ),
+    ([*CUDA, "placement=managed"], "placement=managed: allowed with batch_size=largest: device"),
     (["platform=cpu", "platform.device_gib=0", "method=full"], "platform.device_gib=0: must be above 0"),
-    # and by a modelled run
-    (["platform=rtx4090-pcie4", "model=opt-30b", "method=full"], "platform=rtx4090-pcie4: its 24 GiB must be above"),
-    ([*H100, "method=full", "prompt_len=131072"], "prompt_len=131072 and gen_len=32: llama3.1-8b takes at most 131072"),
-    ([*H100, "method=infinigen"], "method=infinigen: how many tokens it reads depends on the text"),
-    ([*H100, "model=gemma3-270m", "method=full"], "model=gemma3-270m: the cost model knows opt"),
+    ([*EMULATED, "experiment=perplexity"], "platform.device_gib=1: experiment=perplexity decodes through no device"),
+    (["experiment=perplexity", "batch_size=largest"], "batch_size=largest: must be a whole number"),
 ]
 
 
 @pytest.mark.parametrize(("words", "said"), REFUSED)
 def test_settings_without_meaning_are_refused(words, said):
     with pytest.raises(UserError) as refusal:
-        modelled.run_modelled(load(["experiment=capacity", *words]))
+        load(["experiment=capacity", *words] if "perplexity" not in words[-1] else words)
+    assert str(refusal.value).startswith(said) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("question", "run", "said"),
+    [
+        (
+            ["platform=rtx4090-pcie4", "model=opt-30b", "prompt_len=512"],
+            [],
+            "platform=rtx4090-pcie4: its 24 GiB must be",
+        ),
+        (["prompt_len=131072"], [], "prompt_len=131072 and gen_len=128: llama3.1-8b takes at most 131072"),
+        ([], ["method=infinigen"], "method=infinigen: how many tokens it reads depends on the text"),
+        (["model=gemma3-270m"], [], "model=gemma3-270m: the cost model knows opt"),
+        (["platform.cards=3"], [], "platform.cards=3: must divide the 8 KV heads of llama3.1-8b"),
+    ],
+)
+def test_what_cannot_be_modelled_is_refused(question, run, said):
+    asked = ["experiment=advise", "platform=h100-pcie5", *question]
+    asked = {word.partition("=")[0]: word for word in asked}.values()
+    with pytest.raises(UserError) as refusal:
+        modelled.modelled_step(modelled_run(load(asked), run or ["method=full"]))
     assert str(refusal.value).startswith(said) and "\n" not in str(refusal.value)
 
 
 def test_a_method_that_needs_inputs_is_refused():
-    config = load(["experiment=capacity", *H100, "method=snapkv"])
+    config = load(["experiment=capacity", *EMULATED, "method=snapkv"])
     config = replace(config, method=CASES["projected"].method, method_name="mine")
     with pytest.raises(UserError, match="^method=mine: needs the inputs of the layers"):
         check(config, ())
-
-
-def test_a_limit_plays_no_part_where_nothing_is_decoded():
-    with pytest.raises(UserError, match="^platform.device_gib=0.7: experiment=perplexity decodes through no device"):
-        load(["experiment=perplexity", "platform.device_gib=0.7"])
-
-
-def test_a_modelled_run_makes_rows(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    words = ["experiment=capacity", "platform=rtx4090-pcie4", "model=llama3.1-8b", "gen_len=128", "timed_steps=4"]
-    for more in (["prompt_len=8064"], ["prompt_len=130944"]):
-        for system in ("system=ideal", "system=offload"):
-            assert main([*words, *more, system, "capacity.host_gib=512"]) == 0
-    assert "modelled" in capsys.readouterr().out
-    rows = rows_at("outputs/tables/capacity-modelled.csv")
-    assert not Path("outputs/tables/capacity.csv").exists()
-    assert {row["source"] for row in rows} == {"modelled"}
-    by_run = {(row["label"], row["context"]): row for row in rows}
-    # 128 KiB a token: 8,192 tokens are 1 GiB, 131,072 are 16, which do not fit beside 15 GiB of weights.
-    fits, too_long, offload = (by_run[run] for run in (("ideal", 8192), ("ideal", 131072), ("offload", 131072)))
-    assert fits["device_kv_bytes"] == fits["batch_size"] * GIB
-    assert (too_long["batch_size"], too_long["kv_tokens"], too_long["decode_tokens_per_s"]) == (0, 0, None)
-    assert offload["largest_batch"] > 0 and offload["equal_batch"] == 1
-    assert offload["host_kv_bytes"] == offload["batch_size"] * 16 * GIB
 
 
 def test_the_figure_marks_walls_and_where_a_method_wins(monkeypatch):
@@ -386,7 +386,5 @@ def test_two_cards_have_twice_the_rates_and_add_up_their_outputs():
     joins_s = 4 * 2 * (3 * 64 * 2) / 1e6
     assert two.seconds(3) == pytest.approx(one.seconds(3) / 2 + joins_s)
     assert two.prefill_seconds(1.0) == pytest.approx(one.prefill_seconds(1.0) / 2 + 24 / 3 * joins_s)
-    with pytest.raises(UserError, match=r"^platform.cards=3: must divide the 8 KV heads of llama3.1-8b$"):
-        modelled.modelled_step(load(["experiment=capacity", *H100, "method=full", "platform.cards=3"]))
-    capacity = modelled.modelled_step(load(["experiment=capacity", *H100, "method=full", "platform.cards=2"])).capacity
-    assert capacity.device_bytes == 2 * 8.59e10
+    asked = load(["experiment=advise", "platform=h100-pcie5", "platform.cards=2"])
+    assert modelled.modelled_step(modelled_run(asked, ["method=full"])).capacity.device_bytes == 2 * 8.59e10

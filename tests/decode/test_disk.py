@@ -102,7 +102,7 @@ def two_stores(folder, codec, head_dim):
     on_disk = DiskStore(stored, device=CPU, **shape)
     in_memory = make_store(head_dim, codec, **shape)
     in_memory.clear()
-    with Disk(folder) as disk, disk.new_file(on_disk.lines.num_blocks + 3) as file:
+    with Disk(folder) as disk, disk.new_file(on_disk.num_blocks + 3) as file:
         on_disk.place_in(file, 3)
         yield on_disk, in_memory
 
@@ -157,9 +157,9 @@ def test_bytes_are_those_of_whole_blocks(folder):
         buffer = torch.zeros(2, 3, 3, 512, dtype=torch.uint8)
         assert store.load(chosen(slots), buffer) == 3 * BLOCK_BYTES, "and the one between them"
         assert store._joined(np.array([0, 5, 11])).tolist() == [0, 1, 2, 3, 4, 5, 11], "a gap of four, one of five"
-        before = store._disk().bytes_read
+        before = store.file.disk.bytes_read
         assert store.write(buffer, chosen(slots)) == 6 * BLOCK_BYTES, "the blocks that were open"
-        assert store._disk().bytes_read - before == 2 * BLOCK_BYTES, "two are read to be changed"
+        assert store.file.disk.bytes_read - before == 2 * BLOCK_BYTES, "two are read to be changed"
 
 
 def test_a_step_counts_the_blocks_that_it_waited_for(folder):

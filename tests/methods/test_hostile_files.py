@@ -15,9 +15,6 @@ import torch
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState
 
 class Base(BaseException): pass
-class Mute(Exception):
-    def __str__(self): raise RuntimeError("no message")
-
 """
 METHOD = """
 class State(PromptEvictingState):
@@ -33,7 +30,6 @@ class Mine(PromptEvicting):
 THROWN = {
     "Base('x')": "Base: x",
     "GeneratorExit": "GeneratorExit",
-    "Mute": "Mute: its message cannot be read, RuntimeError",
     "KeyError('a')": "KeyError: 'a'",
 }
 SHORT = ["seq_len=300", "prefill_len=150", "num_windows=1", "platform.link_gbps=1", "budget=0.7"]
@@ -113,7 +109,6 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
         ("when = 'never'", "Mine.when='never': allowed: kept, earlier_layer"),
         ("when = []", "Mine.when=[]: allowed: kept, earlier_layer"),
         ("state = dict", "mine.py:15: returned what cannot be used: TypeError: dict expected at most 1 argument"),
-        ("def with_budget(self, frac): return 5", "with_budget returned 5; allowed: the method with this budget"),
         ("title = property(lambda self: 5)", "its label is 5; must be text in one line"),
     ],
 )

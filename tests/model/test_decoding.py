@@ -110,7 +110,7 @@ def test_a_draft_draws_by_the_random_numbers_of_its_key_alone():
         ("temperature=0 repeats=4", "repeats=4: temperature=0 takes the most likely token; set temperature above 0"),
         ("experiment=generate top_k=5", "top_k=5: the most likely token is taken; set temperature above 0"),
         ("experiment=generate temperature=1 repeats=2", "repeats=2: kind=generate writes one text a prompt"),
-        ("experiment=long_decode temperature=1 repeats=2", "repeats=2: kind=long_decode writes one text a"),
+        ("experiment=long_decode temperature=1 repeats=2", "repeats=2: kind=perplexity writes one text a"),
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(words, said):

@@ -127,7 +127,7 @@ def test_replay_mixes_no_devices(gpus, monkeypatch, name):
 @needs_fakes
 def test_streamed_weights_come_by_the_link_of_their_device(gpus, monkeypatch):
     monkeypatch.setattr(weights_module, "PinnedSlab", FakeSlab)
-    monkeypatch.setattr(weights_module, "available_memory", lambda: 2**50)
+    monkeypatch.setattr(weights_module, "require_memory", lambda *_: None)
     with gpus.prompted(spread_fake(), PADDED) as (attached, _, ids, real):
         links = {device: CudaLink(device) for device in attached.devices}
         copied = {link: [] for link in links.values()}

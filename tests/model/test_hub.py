@@ -1,7 +1,6 @@
 """Models and data sets of a hub that answers over HTTP: what is fetched, later starts, and what a refusal says."""
 
 import json
-import os
 import re
 import shutil
 import time
@@ -12,7 +11,6 @@ import pytest
 import torch
 import yaml
 
-from harness.data.rows import revision
 from harness.data.text import WIKITEXT_HUB, corpus_text
 from harness.errors import UserError
 from harness.model import source
@@ -258,29 +256,6 @@ def test_rows_of_a_task_are_of_a_revision(served):
     shutil.rmtree("datasets/aps___super_glue")
     after = inputs.tasks(config)
     assert after["rte"] == before["rte"] and after["copa"] != before["copa"]
-
-
-@pytest.mark.parametrize(
-    ("path", "part", "has_options", "expected"),
-    [
-        ("Org/CamelCase", "en", False, "22"),
-        ("Org/CamelCase", None, False, "33"),
-        ("Org/CamelCase", "en", True, "44"),
-        ("Org/Camel", "en", False, ""),
-    ],
-)
-def test_the_revision_is_that_of_the_newest_whole_rows(path, part, has_options, expected, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    newest_first = ["en/0.0.0/55.incomplete", "default/0.0.0/33", "en/0.0.0/22", "en/0.0.0/11", "en-ab/0/44"]
-    for age, name in enumerate(newest_first):
-        rows = tmp_path / "Org___camel_case" / name
-        rows.mkdir(parents=True)
-        (rows / "dataset_info.json").touch()
-        newest = part is None and name == "default/0.0.0/33"
-        os.utime(rows, (2e9 if newest else 1e9 - age - 9 * ("-" in name),) * 2)
-    fetched = []
-    assert revision(path, part, lambda: fetched.append(path), has_options=has_options) == expected
-    assert bool(fetched) == (not expected)
 
 
 @pytest.mark.parametrize(

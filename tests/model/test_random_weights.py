@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import harness
-from harness.data.text import RANDOM_WORDS, random_text
+from harness.data.text import RANDOM_WORDS, named_text
 from harness.errors import UserError
 from harness.model.random_ids import RandomIds
 from harness.model.tiny import VOCAB_SIZE, tiny_model
@@ -46,7 +46,7 @@ def test_ids_follow_from_the_text_alone():
     assert ids("one two three")["input_ids"] == [1, *expected]
     assert RandomIds(100)("one two three")["input_ids"] == expected
     assert ids.decode([3, 14]) == "3 14"
-    many = ids(random_text(), add_special_tokens=False)["input_ids"]
+    many = ids(named_text("random"), add_special_tokens=False)["input_ids"]
     assert len(many) == RANDOM_WORDS and set(many) == set(range(100))
 
 

@@ -1,6 +1,7 @@
 """Every figure from a small table made up here: what is drawn, what is left out, equal bytes on a rerun."""
 
 import csv
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -145,7 +146,9 @@ def parsed(block: str) -> tuple[str, list[Row]]:
         wide = {key: row.pop(key) for key in [*row] if ":" in key}
         for key, value in wide.items():
             task, _, metric = key.rpartition(":")
-            found.append(row | {"task": task or row["task"], "metric": metric, "value": value})
+            task, *part = re.split(r"\[|:|\]", task or row["task"])
+            of_part = dict(zip(("first", "stop"), part, strict=False))
+            found.append(row | of_part | {"task": task, "metric": metric, "value": value})
         found += [] if wide else [row]
     return name, found
 
@@ -158,8 +161,8 @@ def needles() -> Iterator[Row]:
         common = {"label": label, "settings": settings, "budget": 0.16 if prefill else 1, "metric": "2048"}
         yield common | {"task": "niah_single_1", "value": 0.5}
         for part in range(parts):
-            task = f"niah_single_1[2048, {20 * part}-{20 * part + 20} %]"
-            yield common | {"task": task, "num_samples": 1 if part else 7, "value": part / 4}
+            of_part = {"task": "niah_single_1", "depth": part / 5}
+            yield common | of_part | {"num_samples": 1 if part else 7, "value": part / 4}
 
 
 TIMES = {  # prefill and decode seconds

@@ -12,7 +12,7 @@ import pytest
 
 from harness.results import record as records
 from harness.results import write as tables
-from harness.results.columns import read_frame
+from harness.results.columns import read_frame, whole_tasks
 from plots import data, style
 from plots.drawing import figure_of
 from tests.results.test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save, shares
@@ -92,11 +92,10 @@ def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
     path = tables.update(tmp_path, "fig12")
     with path.open(newline="") as stream:
         tasks = {row["task"] for row in csv.DictReader(stream)}
-    name = text.replace("[", "(").replace("]", ")")
-    assert tasks == {name, f"{name}[256:512]"}
+    assert tasks == {text}
     assert "12.50" in tables.summary(records.read_records(tmp_path, "fig12"))
     frame = data.read(tmp_path, "fig12")
-    assert len(data.whole_texts(frame)) == len(frame) - 2
+    assert len(whole_tasks(frame)) == len(frame) - 2
     with style.applied():
         figure = figure_of(tmp_path, "fig12")
         figure.draw_without_rendering()

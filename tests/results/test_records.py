@@ -55,7 +55,7 @@ def edit(file, text):
     [
         ("", "results_dir=/elsewhere", True),
         ("", "label=mine", True),
-        ("", "num_samples=7 tasks=passkey seed=1 batch_size=2 platform.overlap=false", True),
+        ("", "num_samples=7 tasks=passkey batch_size=2 platform.overlap=false", True),
         ("", "model.device=cpu model.dtype=float32", True),
         ("experiment=latency", "data=hub corpus=wikitext2", True),
         ("experiment=tasks", "num_samples=7", False),
@@ -282,8 +282,11 @@ CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't alloc
     [
         (MemoryError(), "perplexity", "out of memory: lower seq_len=1024 or num_windows=4, or choose a smaller model"),
         (OutOfMemoryError("CUDA out of memory."), "tasks", "out of memory: lower num_fewshot, or choose a smaller"),
-        (RuntimeError(CPU_FULL), "long_decode", "out of memory: lower max_new_tokens=256 or prefill_len=512, or"),
-        (OverflowError("math range error"), "perplexity", "model=smollm2-135m: its numbers are beyond a float's range"),
+        (
+            RuntimeError(CPU_FULL),
+            "long_decode",
+            "out of memory: lower prefill_len=512 or max_new_tokens=256 or num_",
+        ),
         (SystemExit(3), "perplexity", r"sys.exit\(3\) was called in a run; a method or task must not end the process"),
     ],
 )
@@ -328,20 +331,20 @@ def test_the_environment_of_a_gpu_has_its_driver_link_and_clocks(monkeypatch, tm
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="bbbb"))
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     (unknown,) = environment.describe(["cuda:0"])["gpus"]
-    assert set(unknown.values()) == {None}
+    assert unknown == {}
     smi = tmp_path / "nvidia-smi"
     smi.write_text(SMI)
     smi.chmod(0o755)
     found = environment.describe(["cuda:0"])
     assert found["device_name"] == "a GPU" and json.loads(json.dumps(found)) == found
     assert found["gpus"] == [{
-        "driver": "580.65.06", "pcie_generation": 5, "pcie_generation_max": 5, "pcie_width": 16,
-        "pcie_width_max": 16, "sm_mhz": 1755, "sm_mhz_max": 1980, "memory_mhz": 1593, "memory_mhz_max": None,
+        "driver": "580.65.06", "pcie_generation": "5", "pcie_generation_max": "5", "pcie_width": "16",
+        "pcie_width_max": "16", "sm_mhz": "1755", "sm_mhz_max": "1980", "memory_mhz": "1593", "memory_mhz_max": "[N/A]",
     }]  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="cccc"))
     assert environment.describe(["cuda:0"])["gpus"] == [unknown], "it is neither of the two"
     smi.write_text(SMI.replace('echo "GPU-bbbb', '# echo "'))
-    assert environment.describe(["cuda:0"])["gpus"][0]["sm_mhz"] == 345, "a part of the only one"
+    assert environment.describe(["cuda:0"])["gpus"][0]["sm_mhz"] == "345", "a part of the only one"
     assert environment.describe(["cpu"])["gpus"] is environment.describe()["gpus"] is None
     shown = page.facts_of(found)
     assert (shown["driver"], shown["pcie generation max"], shown["pcie width max"]) == ("580.65.06", "5", "16")

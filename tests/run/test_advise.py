@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -45,8 +44,8 @@ def few_of(rows: pd.DataFrame) -> pd.DataFrame:
 def test_a_step_takes_what_its_bytes_and_its_host_take():
     """Written out for the full cache of one user on the device."""
     shape = load_shape("llama3.1-8b")
-    words = ["experiment=capacity", "platform=h100-pcie5", "model=llama3.1-8b", "prompt_len=8064", "gen_len=128"]
-    config = load([*words, "method=full", "placement=device"])
+    asked = load(["experiment=advise", "platform=h100-pcie5", "prompt_len=8064"])
+    config = advise.modelled(asked, ["method=full", "placement=device"])
     for bits in (16, 4):
         step = modelled_step(config, weight_bits=bits)
         head = shape.vocab_size * shape.hidden_size
@@ -228,11 +227,11 @@ def test_what_is_asked_decides(few, monkeypatch):
 def test_the_command_prints_it(few, capfd, tmp_path):
     code = cli.main([f"results_dir={tmp_path}", "experiment=advise", "batch_size=100", *SMALL])
     printed = capfd.readouterr().out
-    assert code == 0 and [path.name for path in tmp_path.iterdir()] == ["advise.json"]
+    assert code == 0 and [path.name for path in tmp_path.iterdir()] == ["advise.csv"]
     assert printed.startswith("Your cache does not fit: ") and "\nRecommendation: " in printed
-    data = json.loads((tmp_path / "advise.json").read_text())
-    assert data["source"] == "modelled" and data["asked"]["batch_size"] == 100
-    assert f"Recommendation: {data['recommendation']['label']}" in printed and len(data["options"]) > 10
+    every = pd.read_csv(tmp_path / "advise.csv", keep_default_na=False)
+    assert len(every) > 10 and f"Recommendation: {every['label'][0]}" in printed and every["why not"][0] == ""
+    assert every["settings"].str.startswith("method=").all()
     for words in ("Machine: 1 rtx4090-pcie4, by NVIDIA", "Not measured: this model", "Left out, as nobody measured"):
         assert words in printed
     tables = [line for line in printed.splitlines() if line.startswith("|")]
@@ -281,7 +280,7 @@ def test_every_option_of_the_board_has_its_launches():
 
 
 def test_a_users_settings_reach_every_option(few):
-    options, _ = advise.options_of(question("platform=h100-pcie5", "capacity.host_gib=1", "capacity.hit_frac=0.5"))
+    options, _ = advise.options_of(question("platform=h100-pcie5", "capacity.host_gib=1", "advise.hit_frac=0.5"))
     for option in options:
         assert option.step.hit_frac == (0.5 if option.place == "host, GPU cache" else 0)
         if option.place == "host":

@@ -1,10 +1,8 @@
 """The command line, in-process: usage that must work, exit codes, a line for every failure, no litter."""
 
 import io
-import itertools
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +16,6 @@ from harness.run.cli import main
 from harness.run.compose import compose, load, resolved
 from harness.run.hints import MEANT, meant
 from harness.run.words import read
-from harness.settings.explain import _sections, run_help
 from harness.settings.schema import options
 from tests.runs import outcome, refusal_of, tiny_loaded
 
@@ -68,35 +65,13 @@ def test_a_sweep_over_methods_takes_a_setting_that_all_of_them_have(runs, capsys
     assert [config.method.page_size for config in runs.configs[4:]] == [8, 16], "the other jobs run, once"
 
 
-def test_help_says_of_every_setting_its_default_range_and_meaning():
-    config = resolved(compose(["method=h2o"]))
-    lines = run_help(config).splitlines()
-    settings = {}
-    for number, line in enumerate(lines):
-        found = re.match(r"([a-z_]+(?:\.\w+)*)  ", line)
-        if found:
-            rest = itertools.takewhile(lambda later: later.startswith("    "), lines[number + 1 :])
-            settings[found[1]] = " ".join([line.removeprefix(found[1]), *rest]).split()
-    plain = dict(config)
-    assert settings.pop("method")[0] == "h2o"
-    for name in ("method", "experiment", "kind"):
-        plain.pop(name, None)
-    plain["model"] = {name: value for name, value in plain["model"].items() if name != "shape"}
-    plain.pop("sweep")
-    for name, default in flat(plain).items():
-        words = settings.pop(name)
-        written = str(default).lower() if isinstance(default, bool) else "null" if default is None else str(default)
-        assert words[0] == written, name
-        at = words.index("Allowed:")
-        assert at > 1 and words[at - 1].endswith(".") and len(words) > at + 1, f"{name} has meaning and range"
-    assert set(settings) == {"model.shape", "codec_settings", "sweep.share"}
-    assert "a whole number, at least 1, at most 1,000,000; or null" in " ".join(run_help(config).split())
-
-
 def test_help_lists_methods_and_systems(runs, capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert "keydiff, kivi, kivi4, knorm" in printed and "system: ideal, infinigen" in printed
+    for name in flat(resolved(compose())).keys() - {"experiment", "kind"}:
+        assert f"{name.rpartition('.')[2]}:" in printed, name
+    assert "\nalpha: null  " in printed, "of InfiniGen, the default"
     assert runs.configs == [] and list(Path().iterdir()) == []
 
 
@@ -135,9 +110,6 @@ REFUSED = {
     "hydra.run.dir=/tmp/x": "hydra.run.dir=/tmp/x: is no setting of a run; results go to results_dir=; allowed of",
     "-m hydra.sweep.dir=/tmp/x seed=1,2": "hydra.sweep.dir=/tmp/x: is no setting of a run",
     "method=infinigen2 method.alpha=0": "method.alpha=0.0: must be inf with group=sum_probs, or set group=best",
-    "seed=\udcff": "seed=\\udcff: is not UTF-8 text",
-    f"seed={'9' * 5000}": "seed=9",
-    f"tasks={'[' * 3000}{']' * 3000}": "tasks=[",
     "hydra/launcher=x": "hydra/launcher=x: starts the jobs of a sweep, which needs -m",
     "-m hydra/launcher=x": "",
     "method='full\n'": "method=full\\n: did you mean 'full'",
@@ -181,12 +153,6 @@ def test_text_needs_no_quotes_but_those_of_the_shell(word):
     assert read(word) == tuple(word.split("=", 1))
 
 
-def test_what_needs_quotes_is_shown_in_them(runs, capsys):
-    said = refusal_of(main, ["prompt='"], capsys)
-    (typed,) = shlex.split(said.partition("as text: ")[2])
-    assert said.startswith("prompt=': ") and read(typed) == ("prompt", "'")
-
-
 TEXTS = [
     "${nothing}",
     "const line = `${a => b} and ${seed}`;",
@@ -220,7 +186,7 @@ def test_a_hint_names_what_may_be_typed():
 
 
 def settings_of_help() -> set[str]:
-    return {meaning.name for meanings in _sections().values() for meaning in meanings}
+    return {*flat(resolved(compose()))}
 
 
 def test_a_window_that_is_too_long_is_refused_before_the_model_loads(runs, capsys):
@@ -230,7 +196,7 @@ def test_a_window_that_is_too_long_is_refused_before_the_model_loads(runs, capsy
 
 
 def test_a_grid_without_a_method_is_refused(runs, capsys):
-    assert main(["experiment=long", "sweep.methods=null", "status=true"]) == 2
+    assert main(["experiment=long", "sweep.methods=null"]) == 2
     assert capsys.readouterr().err.splitlines()[1].startswith("error: method=None: must be one name")
 
 
@@ -283,7 +249,7 @@ def test_a_terminal_of_ascii_shows_any_name(runs, monkeypatch):
         assert main(["method=full", "label='größer'"]) == 0
         assert main(["method=größer"]) == 2
     terminal.flush()
-    assert written.getvalue().count(rb"gr\xf6\xdfer") == 3
+    assert written.getvalue().count(rb"gr\xf6\xdfer") == 2
 
 
 @pytest.mark.parametrize(

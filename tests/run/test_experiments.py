@@ -36,7 +36,6 @@ KINDS = {name: node.kind for name, node in FILES.items()}
 NUM_QUESTIONS = 8
 TOY = {
     "tasks": ["tasks=[kv_recall]", f"num_samples={NUM_QUESTIONS}"],
-    "turns": ["tasks=[kv_recall]", f"num_samples={NUM_QUESTIONS}"],
     "perplexity": ["seq_len=400", "prefill_len=150", "num_windows=2"],
     "long_decode": ["prefill_len=60", "max_new_tokens=24", "num_windows=2"],
     "latency": ["batch_size=2", "prompt_len=24", "gen_len=8", "warmup_steps=1", "timed_steps=2"],
@@ -45,11 +44,12 @@ TOY = {
     ],
     "analysis": ["analysis.num_tokens=300"],
 }  # fmt: skip
+"""By experiment, else by kind."""
 COLUMNS = {
     "latency": (LATENCY, "total_s"), "capacity": (CAPACITY, "decode_tokens_per_s"), "analysis": (ANALYSIS, "value"),
 }  # fmt: skip
-"""By kind: what its table has, and what was measured. Any other kind is of accuracy."""
-SOURCES = {name: "emulated" for name, kind in KINDS.items() if kind in ("latency", "capacity")} | {
+"""By experiment, else by kind: what its table has, and what was measured. Any other kind is of accuracy."""
+SOURCES = {name: "emulated" for name, kind in KINDS.items() if kind == "latency"} | {
     "fig2": "modelled",
     "disk": "measured",
 }
@@ -70,14 +70,16 @@ def texts(loaded, monkeypatch, tmp_path) -> list[str]:
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if find(kind).keeps_record])
 def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
     rate = ["platform.link_gbps=1"] if KINDS[name] == "latency" and name != "disk" else []
-    assert main([f"experiment={name}", "sweep=null", *texts, *rate, *TOY[KINDS[name]]]) == 0
+    toy = TOY.get(name) or TOY[KINDS[name]]
+    assert main([f"experiment={name}", "sweep=null", *texts, *rate, *toy]) == 0
     assert "smollm2-135m" in capsys.readouterr().out.splitlines()[0]
-    columns, value = COLUMNS.get(KINDS[name], (ACCURACY, "value"))
-    table = FILES[name].experiment  # the figures of speed share one
+    columns, value = COLUMNS.get(name) or COLUMNS.get(KINDS[name], (ACCURACY, "value"))
+    experiment = FILES[name].experiment  # the figures of speed share one
+    table = "capacity" if name == "capacity" else experiment
     with Path(f"outputs/tables/{table}.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert tuple(rows[0]) == names(columns)
-    assert {(row["experiment"], row["source"]) for row in rows} == {(table, SOURCES.get(name, "measured"))}
+    assert {(row["experiment"], row["source"]) for row in rows} == {(experiment, SOURCES.get(name, "measured"))}
     assert all(math.isfinite(float(row[value])) for row in rows)
     in_paper = {line.partition(",")[0] for line in PUBLISHED_CSV.read_text().splitlines()}
     assert ("## published numbers" in Path(f"outputs/tables/{table}.md").read_text()) == (table in in_paper)

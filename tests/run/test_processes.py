@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from harness import errors
-from harness.errors import BugError, UserError
+from harness.errors import UserError
 from harness.model.resources import Resources
 from harness.model.tiny import tiny_model
 from harness.results import record as records
@@ -71,26 +71,6 @@ def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs):
     first.join()
     assert len(runs.configs) == 1
     assert "another process is at it; waiting" in said[0] and "finished before, skipped" in said[-1]
-
-
-def test_a_failure_of_another_process_is_not_repeated_by_the_same_grid(runs, configs):
-    todo = Run.of(configs[0])
-
-    def fail(config):
-        raise UserError("not well")
-
-    runs.measure = fail
-    with pytest.raises(UserError, match="^not well"):
-        run(todo, Resources())
-    failed = todo.path.stat().st_mtime
-    with pytest.raises(UserError, match="failed in another process: UserError: not well"):
-        run(todo, Resources(), since=failed - 1)
-    runner.fail(todo, KeyError("a"))
-    with pytest.raises(BugError, match=r"failed in another process: KeyError: 'a' \(a bug\)"):
-        run(todo, Resources(), since=failed - 1)
-    assert len(runs.configs) == 1
-    runs.measure = outcome
-    assert run(todo, Resources(), since=failed + 1) == todo.path and len(runs.configs) == 2
 
 
 def test_processes_on_one_grid_end_with_the_tables_of_one(runs, configs):
@@ -287,7 +267,7 @@ def test_a_child_heeds_no_signal_and_ends_with_its_parent(monkeypatch, tmp_path)
     receiving, sending = os.pipe()
 
     def act():
-        for pid, blocked in all_runs.run_apart(["short", "long"], Resources(), time.time()):
+        for pid, blocked in all_runs.run_apart(["short", "long"], Resources()):
             os.write(sending, f"{pid} {sorted(blocked)}\n".encode())
 
     parent = forked(act)

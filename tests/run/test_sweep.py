@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,15 +13,12 @@ from omegaconf import OmegaConf
 
 from harness import errors
 from harness.errors import UNFINISHED, UserError, describe
-from harness.files import holding
 from harness.model import load as models
 from harness.model import resources
-from harness.model.resources import Resources
 from harness.results import record as records
-from harness.run import all_runs, cli, jobs, status
+from harness.run import all_runs, cli
 from harness.run.compose import compose, load
 from harness.run.kinds import digests_of
-from harness.run.runner import Run, run
 from harness.run.sweep import Plan, read_plan
 from harness.run.words import values_of
 from harness.scoring.progress import bar, pass_over, quietly
@@ -229,7 +225,7 @@ def test_runs_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, m
         return outcome(config)
 
     runs.measure = last_a_minute
-    monkeypatch.setattr("harness.run.all_runs.time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
+    monkeypatch.setattr("harness.run.all_runs.time", SimpleNamespace(perf_counter=lambda: now[0]))
     library("timed", "runs: [{experiment: [fig11, fig12], method: [full, h2o, int4]}]\nminutes: {fig11: 1.5}")
     assert main(["experiment=timed"]) == UNFINISHED
     ran = [(config.experiment, config.method_name) for config in runs.configs]
@@ -257,22 +253,18 @@ def slow(runs, monkeypatch) -> Runs:
 
         return call
 
-    for module in (all_runs, jobs, resources):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
+    for module in (all_runs, resources):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(models, "load_model", take(300, load_model))
     runs.measure = take(20, outcome)
     return runs
 
 
-def test_the_time_left_counts_no_loading(library, slow, monkeypatch, capsys):
+def test_the_time_left_counts_no_loading(library, slow, monkeypatch):
     passed = []
     monkeypatch.setattr(all_runs, "pass_over", lambda _, seconds: passed.append(seconds))
     library("two", "runs: [{experiment: fig11, method: [full, h2o]}]")
     assert main(["experiment=two"]) == 0 and passed == [300, 0]
-    capsys.readouterr()
-    assert main(["-m", "method=full,h2o", "experiment=fig11", "results_dir=anew"]) == 0
-    err = capsys.readouterr().err
-    assert "took 0:05:20; 1 of 2, 0:00:20 left" in err and "took 0:00:20; 2 of 2, 0:00:00 left" in err
 
 
 def test_seconds_passed_over_are_not_estimated_from(capsys):
@@ -311,10 +303,6 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
     assert errors.INTERRUPTED in printed.err.splitlines()
     statuses = Counter(record["status"] for record in records.read_records("outputs", "fig12"))
     assert statuses == {"finished": 1, "interrupted": 1}
-    assert main(["status=true"]) == 0
-    assert row(capsys.readouterr().out, "fig12")[:-1] == ["1", "0", "0", "1", "0"]
-    assert main(["experiment=accuracy", "status=true"]) == 0
-    assert row(capsys.readouterr().out, "fig12")[:-1] == ["1", "0", "0", "1", "1"], "INT4's run was never begun"
     runs.measure = outcome
     runs.configs.clear()
     assert main(["experiment=accuracy"]) == 0
@@ -349,54 +337,3 @@ def test_a_failing_run_does_not_stop_the_grid_and_is_named(error, code, end, run
     assert "Full cache" in printed.out and "figures are in outputs" in printed.out
     ends = {record["error"] for record in records.read_records("outputs", "fig12")}
     assert ends == {None, "UserError: h2o is not well", f"{type(error).__name__}: {error}{' (a bug)' * (code == 1)}"}
-
-
-# how far its runs are
-
-
-@pytest.fixture
-def some(runs) -> list[Run]:
-    """Runs that are done (in 90 s), failed, interrupted and, where its lock is held, running."""
-
-    def measure(config):
-        if config.method_name != "full":
-            raise UserError("not well") if config.method_name == "h2o" else KeyboardInterrupt
-        return outcome(config)
-
-    runs.measure = measure
-    found = [Run.of(load([f"method={method}"])) for method in ("full", "h2o", "int4", "int8")]
-    for each in found:
-        with suppress(UserError, KeyboardInterrupt):
-            run(each, Resources())
-    records.write_record(found[0].path, records.read_record(found[0].path) | {"seconds": 90.0})
-    return found
-
-
-def row(text: str, name: str = "perplexity") -> list[str]:
-    (line,) = (line for line in text.splitlines() if line.startswith(name))
-    return line.split()[1:]
-
-
-def test_every_state_is_counted_and_named(some, monkeypatch, capsys):
-    missing = Run.of(load(["method=oracle"]))
-    with holding(some[3].path.parent, wait=False):
-        text = status.render(status.of_runs([*some, missing]))
-    assert text.splitlines()[0].split() == ["experiment", *status.STATES, "time", "left"]
-    assert row(text)[:-1] == ["1", "1", "1", "1", "1"]
-    hours, minutes, seconds = map(int, row(text)[-1].split(":"))
-    assert 3 * 90 < 3600 * hours + 60 * minutes + seconds <= 4 * 90, "of four runs, one of which has begun"
-    named = text.split("\n\n")[1].splitlines()
-    assert named[0].startswith("running for 0:00:") and named[0].endswith(": perplexity INT8")
-    assert named[1:] == ["failed: perplexity H2O: UserError: not well", "interrupted: perplexity INT4"]
-    assert main(["status=true"]) == 0
-    printed = capsys.readouterr()
-    assert row(printed.out) == ["1", "0", "1", "2", "0", "0:04:30"] and printed.err == "", (
-        "of a folder without its grid"
-    )
-    monkeypatch.setenv("HOME", str(Path.cwd()))
-    assert main(["status=true", "results_dir='~/outputs'"]) == 0
-    assert capsys.readouterr().out == printed.out
-    assert main(["status=true", "results_dir="]) == 2
-    assert capsys.readouterr().err.startswith("error: results_dir=: is empty")
-    assert main(["status=true", "results_dir=elsewhere"]) == 0
-    assert capsys.readouterr().out == "nothing was started yet\n" and not Path("elsewhere").exists()

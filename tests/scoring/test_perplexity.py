@@ -19,10 +19,18 @@ from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.run.compose import load
 from harness.run.kinds import measurement_of
-from harness.scoring import long_decode, perplexity
+from harness.scoring import perplexity
 from harness.scoring.evaluation import running_lm_eval
-from harness.scoring.long_decode import Pair, Text, curve, repetition, run_long_decode, summarize
-from harness.scoring.perplexity import CHUNK, as_perplexity, run_perplexity
+from harness.scoring.perplexity import (
+    CHUNK,
+    Pair,
+    Text,
+    as_perplexity,
+    curve,
+    repetition,
+    run_perplexity,
+    summarize_texts,
+)
 from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
 from harness.settings.kinds import Outcome
 from harness.settings.rules import check
@@ -73,7 +81,7 @@ def settings(kind: str, text: str, method: Method, **changes) -> RunConfig:
 
 def run(kind: str, loaded: LoadedModel, text: str, method: Method, references=None, **changes) -> Outcome:
     config = settings(kind, text, method, **changes)
-    return (run_perplexity if kind == "perplexity" else run_long_decode)(config, loaded, references)
+    return run_perplexity(config, loaded, references)
 
 
 def metrics_of(outcome: Outcome) -> dict:
@@ -236,7 +244,7 @@ def test_metrics_of_texts_are_those_of_two_plain_forwards(loaded, text, method, 
     differences = [sample["nll"] - sample["nll_full"] for sample in samples]
     assert metrics["text_nll_difference"] == pytest.approx(statistics.mean(differences))
     assert metrics["text_nll_difference_stderr"] == pytest.approx(stderr_of(differences))
-    monkeypatch.setattr(long_decode, "BATCH", 2)
+    monkeypatch.setattr(perplexity, "BATCH", 2)
     apart = run("long_decode", loaded, text, method)
     assert metrics_of(apart) == pytest.approx(metrics, abs=1e-5), "prompts come in batches"
     assert [prompt["tokens"] for prompt in apart.samples["prompts"]] == [prompt["tokens"] for prompt in samples]
@@ -281,11 +289,11 @@ def test_a_curve_has_at_most_sixteen_ranges_of_the_tokens_after_the_first(num_to
 
 
 def test_where_two_texts_part():
-    entries = summarize([pair_of([1, 2, 3, 4], [1, 2, 3, 4]), pair_of([1, 2, 3, 4], [1, 2, 9, 4])])
+    entries = summarize_texts([pair_of([1, 2, 3, 4], [1, 2, 3, 4]), pair_of([1, 2, 3, 4], [1, 2, 9, 4])])
     assert (entries["first_divergence"], entries["never_diverged"], entries["num_samples"]) == (3, 1, 2)
     pair = pair_of([1, 2], [1, 2])
     with pytest.raises(UserError, match="^prompt 2: perplexity overflows"):
-        summarize([pair, pair._replace(own=Text([1, 2], torch.tensor([400.0])))])
+        summarize_texts([pair, pair._replace(own=Text([1, 2], torch.tensor([400.0])))])
 
 
 def test_the_errors_of_attention_outputs_by_layer_and_window(loaded, text):
@@ -339,7 +347,7 @@ def test_the_full_cache_is_at_no_distance_from_itself(kind, loaded, text):
     ("kind", "function", "counts", "longer"),
     [
         ("perplexity", (perplexity, "full_pass"), (3, 6), {"prefill_len": 30}),
-        ("long_decode", (long_decode, "decode_freely"), (3, 5), {"max_new_tokens": STEPS + 1}),
+        ("long_decode", (perplexity, "decode_freely"), (3, 5), {"max_new_tokens": STEPS + 1}),
     ],
 )
 def test_the_full_caches_pass_is_shared_by_all_methods(kind, function, counts, longer, loaded, text, monkeypatch):
@@ -397,7 +405,7 @@ REFUSED = {
     r"seq_len=513: tiny takes at most 512": ("perplexity", FULL, {"seq_len": 513, "num_windows": 1}),
     r"method\.budget=0\.05: .*keeps 3 of 60.*num_sinks=4": ("perplexity", Streaming(budget=0.05, dense_layers=2), {}),
     r"budget=0\.1.*2 of 4 layers": ("perplexity", H2O(dense_layers=2), {"budget": 0.1}),
-    "^prefill_len=20 and max_new_tokens=493: .* at most 512, the": ("long_decode", FULL, {"max_new_tokens": 493}),
+    "^prefill_len=20 and max_new_tokens=493: tiny takes at most 512": ("long_decode", FULL, {"max_new_tokens": 493}),
     "^num_windows=76 of prefill_len=20 .* need 1520 tokens, .* 1500": ("long_decode", FULL, {"num_windows": 76}),
 }
 
@@ -418,8 +426,8 @@ def test_bounds(loaded, text):
         with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
             check(settings("perplexity", text, H2O(dense_layers=2), **lengths), ())
     for setting, value in (("prefill_len", 0), ("max_new_tokens", 1)):
-        with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):
+        with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} "):
             load(["experiment=long_decode", f"{setting}={value}"])
         load(["experiment=long_decode", f"{setting}={value + 1}"])
-    hints = measurement_of("long_decode").memory_hints(load(["experiment=long_decode"]))
-    assert hints == {"max_new_tokens": 256, "prefill_len": 512}
+    hints = measurement_of("perplexity").memory_hints(load(["experiment=long_decode"]))
+    assert hints == {"max_new_tokens": 256, "prefill_len": 512, "num_windows": 4}

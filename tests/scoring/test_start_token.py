@@ -9,7 +9,7 @@ from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.tiny import tiny_model
 from harness.scoring.evaluation import run_turns
-from harness.scoring.long_decode import run_long_decode
+from harness.scoring.perplexity import run_perplexity
 from harness.speed.latency import run_latency
 from tests.tokens import framing_tokenizer, starting_tokenizer
 
@@ -90,7 +90,7 @@ def test_tasks_and_turns(model, prompts):
 
 def test_long_decoding(model, prompts):
     config = model.configured(experiment="long_decode", method="keydiff", max_new_tokens=4)
-    run_long_decode(config, model.loaded)
+    run_perplexity(config, model.loaded)
     assert_started(prompts)
     assert {tuple(prompt[:32]) for prompt in prompts} == {
         (START, *text_from(64, 31)), (START, *text_from(64 + 31, 31)),

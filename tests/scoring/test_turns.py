@@ -17,7 +17,7 @@ from harness.results.samples import clustered_stderr
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.scoring.answers import Request
-from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, ReplayEngine, decode_rows, run_turns
+from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, ReplayEngine, decode_rows, prefill_of, run_turns
 from harness.scoring.writing import generate
 from harness.settings.task_config import SamplingConfig
 from methods.full import Full
@@ -78,7 +78,7 @@ def test_a_context_is_run_once_for_all_its_questions(monkeypatch):
 
 
 def turns(*tasks: str, **changes):
-    return settings(*tasks, **({"kind": "turns", "experiment": "turns", "num_samples": 12} | changes))
+    return settings(*tasks, **({"prefill": "both", "experiment": "turns", "num_samples": 12} | changes))
 
 
 @pytest.mark.parametrize("method", [Full(), H2O(heavy_frac=0.1, recent_frac=0.1)], ids=["full", "h2o"])
@@ -158,9 +158,9 @@ def test_a_task_of_lm_eval_whose_documents_share_a_context(told, loaded):
 @pytest.mark.parametrize(
     ("changes", "of_task", "said"),
     [
-        ({"task": {"question_marker": "Now:"}}, {}, "task toy_told, question 0: kind=turns finds no .* not there"),
-        ({}, ROLLING, "task toy_told: scores whole texts, which ask no question"),
-        ({"sampling": SamplingConfig(top_p=0.5)}, {}, "task toy_told: top_p=0.5: the most likely token is taken"),
+        ({"task": {"question_marker": "Now:"}}, {}, "task toy_told, question 0: prefill=both finds no .* not there"),
+        ({}, ROLLING, "task toy_told: scores whole texts, so prefill=both"),
+        ({"sampling": SamplingConfig(top_p=0.5)}, {}, "top_p=0.5: the most likely token is taken"),
     ],
 )
 def test_what_cannot_be_asked_in_turns(changes, of_task, said, told, loaded):
@@ -169,10 +169,11 @@ def test_what_cannot_be_asked_in_turns(changes, of_task, said, told, loaded):
         run_turns(turns("toy_told", **told, **changes), loaded)
 
 
-@pytest.mark.parametrize("setting", ["prefill=dense", "too_long=truncate"])
-def test_settings_that_turns_refuse(setting):
-    with pytest.raises(UserError, match=f"^{setting}: kind=turns (asks each question both|would cut a context)"):
-        load(["experiment=turns", setting])
+def test_settings_that_turns_refuse():
+    with pytest.raises(UserError, match="^too_long=truncate: prefill=both would cut a context"):
+        load(["experiment=turns", "too_long=truncate"])
+    with pytest.raises(UserError, match="^prefill=both: only experiment=tasks asks in turns"):
+        prefill_of("kv_recall", turns("kv_recall"), writes=False)
 
 
 def test_the_table_has_both_ways_and_their_difference(loaded, monkeypatch, tmp_path):

@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from harness.errors import UserError
 from harness.results.record import flat
 from harness.run.compose import compose, load, resolved
-from harness.run.kinds import MEASUREMENTS
+from harness.run.kinds import MEASUREMENTS, measurement_of
 from harness.run.parse import OF_THE_FILE, parse
 from harness.settings.config import RunConfig
-from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
+from harness.settings.kinds import COMMON, KINDS, RENAMED, find, foreign_settings
 from harness.settings.own_method import shipped
 from harness.settings.schema import CONF_DIR, options
 from harness.settings.task_config import PAPER_TASKS
@@ -110,11 +110,19 @@ def test_a_kind_depends_on_settings_that_exist():
     names = {field.name for field in dataclasses.fields(RunConfig)}
     shown = {"label", "label_given", "results_dir"}
     depends = {kind: {*COMMON, *find(kind).depends_on} for kind in KINDS}
-    printed = {"advise", "prompt"}  # of kinds that keep no record
+    printed = {"advise", "prompt", "thorough"}  # of kinds that keep no record
     assert set().union(*depends.values()) == names - shown - printed
     for kind, settings in depends.items():
         assert foreign_settings(kind) == names - settings
         assert all((CONF_DIR.parent / "harness" / name).exists() for name in find(kind).code)
+
+
+def test_an_old_name_of_a_kind_says_the_new_spelling():
+    for kind, (now, setting) in RENAMED.items():
+        with pytest.raises(UserError, match=f"^kind={kind}: type kind={now} {setting}$"):
+            load([f"kind={kind}"])
+        name, _, value = setting.partition("=")
+        assert value == str(compose([f"experiment={kind}"])[name]).lower()
 
 
 def test_yaml_defaults_are_the_dataclass_defaults():
@@ -259,7 +267,8 @@ def test_refuses_that_and_no_more(command):
         load(command.split())
         return
     with pytest.raises(UserError) as error:
-        load(command.split())
+        config = load(command.split())
+        measurement_of(config.kind).check(config)
     said = str(error.value)
     assert said.startswith(REFUSED[command]) and "\n" not in said
 

@@ -101,9 +101,8 @@ def test_an_answer_ends_with_the_model_and_the_next_one_sees_nothing_of_it(netwo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"questions": "Who?"}, "questions='Who?': must be a list of texts"),
-        ({"questions": []}, "questions=[]: must hold at least one"),
-        ({"questions": [3]}, "questions: 3 is no text"),
+        ({"questions": "Who?"}, "questions='Who?': must be a list, such as questions=['Who?']"),
+        ({"questions": []}, "questions=[]: must be a list, such as questions=['Who?']"),
         ({"questions": ["Who?", ""]}, "questions: '' makes no tokens; give a text"),
         ({"context": 3}, "context=3: must be text"),
         ({"context": ""}, "context='': must be text, and not empty"),

@@ -3,7 +3,6 @@
 import json
 import os
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,7 +163,7 @@ class Followed(LiveSession):
 def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(tiny_gqa, ids, monkeypatch, shared):
     monkeypatch.setattr(Followed, "cached", [])
     monkeypatch.setattr(Followed, "most_alive", 0)
-    monkeypatch.setattr("harness.speed.timed_run.LiveSession", Followed)
+    monkeypatch.setattr("harness.replay.session.LiveSession", Followed)
     shape = replace(SHAPE, repeats=3)
     metrics, samples = timed(tiny_gqa, ids, TimedRun(InfiniGen(), shape, gpu_cache=1), shared=shared)
     steps = [PROMPT + step for step in range(2 + 4)]
@@ -378,7 +377,7 @@ def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(all_runs, "_child", die)
     runs = [Run.of(load(["experiment=latency", f"system={label}"])) for label in ("ideal", "offload")]
-    outcomes = list(all_runs.run_apart(runs, Resources(), time.time()))
+    outcomes = list(all_runs.run_apart(runs, Resources()))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
     kept = [(record["status"], record["error"]) for record in (read(run.path) for run in runs)]

@@ -41,8 +41,9 @@ def test_copies_begin_where_the_kernel_is_never_faster_again(kernel_s, copy_s, e
 def measured(monkeypatch):
     """Devices whose links are measured by a counter."""
     found = []
-    monkeypatch.setattr(rates, "_measure", lambda device: found.append(device) or (5e10, Tuning(**TUNING)))
-    monkeypatch.setattr(rates, "measure_copy_rate", lambda: found.append(CPU) or 6.2e10)
+    rate_of = {CUDA: 5e10, CPU: 6.2e10}
+    monkeypatch.setattr(rates, "measure_copy_rate", lambda device: found.append(device) or rate_of[device])
+    monkeypatch.setattr(rates, "measure_tuning", lambda device: Tuning(**TUNING))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     return found
 
@@ -58,31 +59,6 @@ def test_each_device_is_measured_once_and_kept(tmp_path, measured):
     assert json.loads((tmp_path / "link.json").read_text()) == {
         "other": 1e9, "GPU": 5e10, "GPU, tuning": TUNING, f"cpu, {processor()}": 6.2e10,
     }  # fmt: skip
-
-
-def tuned(tuning):
-    return json.dumps({"GPU": 5e10, "GPU, tuning": tuning})
-
-
-@pytest.mark.parametrize(
-    ("text", "device", "said"),
-    [
-        ('{"cpu', CPU, "damaged"),
-        ('{"NAME": NaN}', CPU, "is no rate"),
-        ('{"NAME": -1.0}', CPU, "is no rate"),
-        ("{", CUDA, "damaged"),
-        ('{"GPU": 5e10}', CUDA, None),
-        (tuned(TUNING | {"num_programs": 0}), CUDA, None),
-    ],
-)
-def test_garbage_in_place_of_a_rate_is_named_and_measured_anew(text, device, said, tmp_path, measured, caplog):
-    path = tmp_path / "link.json"
-    path.write_text(text.replace("NAME", f"cpu, {processor()}"))
-    for _ in range(2):
-        link_rate(tmp_path, device, None)
-    assert measured == [device]
-    assert caplog.text.count(str(path)) == (said is not None)
-    assert said is None or (said in caplog.text and "measured anew" in caplog.text)
 
 
 def test_the_default_rate_is_the_copy_rate_over_the_papers_ratio():

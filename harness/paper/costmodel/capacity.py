@@ -1,8 +1,5 @@
-"""`experiment=capacity` of a modelled machine: the largest batch that its memory holds, by the
-arithmetic of a live session, and tokens/s of decode steps at that batch and below, by the cost
-model.
-
-    python run.py experiment=capacity platform=h100-pcie5 model=llama3.1-8b system=infinigen2
+"""A decode step on a modelled machine, of any batch that its memory holds by the arithmetic of a
+live session. `harness.run.advise` asks for it.
 
 Bytes are those that a live session would have in half precision (`harness.decode.needs`). A step is
 walked block by block as in `predict`, in the order of a live session: rows that are chosen a layer
@@ -18,12 +15,11 @@ optimistic. `Step.host_seconds` has the launches of this code, for `harness.run.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from harness.decode.capacity import Capacity, points
+from harness.decode.capacity import Capacity
 from harness.decode.memory import GIB
 from harness.decode.needs import LayerSizes, ModelSizes, Plan
 from harness.decode.store import KVStore
@@ -36,7 +32,6 @@ from harness.paper.costmodel.predict import BlockTimes, Work, block_ends, matmul
 from harness.paper.costmodel.schemes import FITTED, Efficiency, Platform
 from harness.replay.setup import codec_of
 from harness.settings.config import LatencyConfig, RunConfig
-from harness.settings.kinds import Outcome
 from harness.settings.schema import build
 from methods.attention import Softmax
 from methods.base import Geometry, Method, TokenCounts
@@ -53,26 +48,6 @@ LAUNCHES_OF_A_PASS = 86
 PREFILL_SHARES = (FITTED.matmul, 0.85)
 """Share of the device's products that a dense prompt reaches: as fitted to the paper's systems, and
 on an H100 (8 and 20 x 1,920)."""
-
-
-def run_modelled(config: RunConfig) -> Outcome:
-    """The largest batch of a run on a modelled machine, and its predicted speed. Raises as
-    `modelled_step`."""
-    step = modelled_step(config)
-    capacity = step.capacity
-    speeds: dict[int, dict[str, Any]] = {}
-    for batch in capacity.batches(config.capacity.curve):
-        step_s = step.seconds(batch)
-        speeds[batch] = {
-            "tpot_p50_s": step_s,
-            "sequence_tokens_per_s": 1 / step_s,
-            "decode_tokens_per_s": batch / step_s,
-            "budget": step.budget,
-        }
-    marks = {"platform": step.platform.name, "source": "modelled"}
-    rows = points(capacity, speeds, marks)
-    methods = {"capacity": asdict(capacity.plan.method)}
-    return Outcome({"source": "modelled", "points": rows}, methods=methods)
 
 
 def modelled_step(config: RunConfig, weight_bits: float = 16) -> Step:
@@ -115,7 +90,7 @@ def modelled_step(config: RunConfig, weight_bits: float = 16) -> Step:
         None if host_gib is None else int(host_gib * GIB),
         config.capacity.max_batch,
     )
-    hit_frac = config.capacity.hit_frac or 0.0
+    hit_frac = (config.advise.hit_frac or 0.0) if config.gpu_cache else 0.0
     return Step(platform, shape, capacity, hit_frac, weight_bits=weight_bits)
 
 

@@ -1,0 +1,219 @@
+"""What lm-eval asks, as token requests: contexts that fit, where the dense prompt ends, and where
+the right answer stands."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from harness.data.needles import needle_of
+from harness.errors import UserError
+from harness.scoring.answers import Document, Request
+from harness.scoring.model_texts import ModelTexts
+from harness.scoring.question import QuestionFinder
+
+CUT_LETTERS = 60
+"""Letters of a question or a context that a line shows."""
+
+Encoded = tuple[tuple[str, str], list[int], list[int]]
+"""(context, continuation) as texts, then the tokens of each: lm-eval's form of a choice."""
+
+
+class Prefill(NamedTuple):
+    """Which rows of a request attend densely; the rest are decode rows, on which a method acts.
+
+    mode: `dense`: the context but for its last row where a continuation is scored, and all of it
+        where text is generated, as when serving.
+        `question`: the prompt ends before the token that holds the first character of the question,
+        so that the cache is reduced before the question is known.
+        `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the
+        paper's Fig 11.
+    finder: finds the question in a prompt.
+    budget: share of T that the method keeps.
+    in_turns: requests with one prompt are the turns of one cache. So they have one T, that of the
+    longest.
+    """
+
+    mode: str
+    finder: QuestionFinder = QuestionFinder()
+    budget: float = 1.0
+    in_turns: bool = False
+
+
+class Planner:
+    """Makes the requests of one task.
+
+    texts: the model's, whose `max_length` is the limit. truncate: a context beyond it loses its
+    beginning behind the start token; else it is refused. rows: the document of each question.
+    truncated: questions whose context was cut. first_cut: where the first prompt ends, in words.
+    """
+
+    def __init__(self, texts: ModelTexts, prefill: Prefill, *, truncate: bool) -> None:
+        self.rows: dict[Document, Any] = {}
+        self.with_prompt: set[Document] = set()
+        self.truncated: set[Document] = set()
+        self.first_cut = ""
+        self._texts = texts
+        self._prefill = prefill
+        self._truncate = truncate
+
+    def choices(self, documents: Sequence[Document], encoded: Sequence[Encoded]) -> list[Request]:
+        """Continuations to score; those of one document have one final length."""
+        contexts = []
+        longest: dict[Document, int] = defaultdict(int)
+        for document, (_, context, continuation) in zip(documents, encoded, strict=True):
+            most = self._texts.max_length + 1 - len(continuation)
+            contexts.append(self._fit(document, context, most))
+            length = len(contexts[-1]) + len(continuation)
+            longest[document] = max(longest[document], length)
+        requests = []
+        for document, choice, context in zip(documents, encoded, contexts, strict=True):
+            requests.append(self._request(document, choice, context, longest[document]))
+        return self.in_turns(requests)
+
+    def windows(self, document: Document, text: str) -> list[Request]:
+        """A whole text to score, in disjoint windows of the limit, each a sequence of its own."""
+        if self._prefill.mode == "question":
+            raise UserError(
+                f"task {document[0]}: scores whole texts, in which prefill=question finds no "
+                "question; use prefill=dense or artifact"
+            )
+        start, of_text = self._texts.start, self._texts.tok_encode(text)[len(self._texts.start) :]
+        room = self._texts.max_length - len(start)
+        requests = []
+        windows = get_rolling_token_windows(of_text, self._texts.prefix_token_id, room, 1)
+        for number, window in enumerate(windows):
+            context, continuation = make_disjoint_window(window)
+            if start:  # in place of the first window's prefix, and before what the others have
+                context = [*start, *context] if number else start
+            encoded = ("", ""), context, continuation
+            final_length = len(context) + len(continuation)
+            requests.append(self._request(document, encoded, context, final_length))
+        return requests
+
+    def text(self, document: Document, text: str, max_new_tokens: int, own: int | None) -> Request:
+        """A context to be continued. own: tokens of the model's generation config, which hold
+        before `max_new_tokens`, as in `HFLM`."""
+        whole = self._texts.tok_encode(text) or [self._texts.prefix_token_id]
+        limit = self._texts.max_length
+        context = self._fit(document, whole, limit - max_new_tokens)
+        if own is not None:
+            max_new_tokens = min(own, limit - len(context))
+        final_length, cut = len(context) + max_new_tokens, len(whole) - len(context)
+        prefill_len = self._prefill_len(document, text, cut, len(context), final_length)
+        return Request(
+            tuple(context),
+            len(context),
+            prefill_len,
+            final_length,
+            document,
+            max_new_tokens,
+            needle=self._needle(document, text, cut),
+        )
+
+    def in_turns(self, planned: list[Request]) -> list[Request]:
+        """Give the requests that are answered from one cache one T, as a method may keep a share of
+        it."""
+        if not self._prefill.in_turns:
+            return planned
+        longest: dict[tuple[int, ...], int] = defaultdict(int)
+        for request in planned:
+            longest[request.prompt] = max(longest[request.prompt], request.final_length)
+        return [request._replace(final_length=longest[request.prompt]) for request in planned]
+
+    def _request(
+        self, document: Document, encoded: Encoded, context: list[int], final_length: int
+    ) -> Request:
+        """A continuation to score after `context`, the start and the last tokens of the encoded
+        one."""
+        (text, choice), whole, continuation = encoded
+        if not whole or not continuation:
+            raise UserError(
+                f"{_where(document)}: the continuation {choice!r} has no token of its own after "
+                f"the context {text[-CUT_LETTERS:]!r}; let it begin with a space or set "
+                "target_delimiter in the task's YAML"
+            )
+        cut = len(whole) - len(context)
+        text = text.rstrip()  # as lm-eval encodes a context
+        prefill_len = self._prefill_len(document, text, cut, len(context) - 1, final_length)
+        needle = self._needle(document, text, cut)
+        ids = (*context, *continuation)
+        return Request(ids, len(context), prefill_len, final_length, document, needle=needle)
+
+    def _needle(self, document: Document, text: str, cut: int) -> tuple[int, int] | None:
+        """The tokens of the sentence that holds the answer, of a context, `cut` tokens of which
+        have been left out behind its start: the first, and the one after the last; None where they
+        are not all there."""
+        sentence = needle_of(document[0], self.rows.get(document)) or ""
+        begin = text.find(sentence)
+        if not sentence or begin < 0 or not self._texts.tokenizer.is_fast:
+            return None
+        end = begin + len(sentence)
+        tokens = []
+        for index, (start, stop) in enumerate(self._texts.spans(text)):
+            if stop > begin and start < end:
+                tokens.append(index - cut)
+        is_whole = tokens and tokens[0] >= len(self._texts.start)
+        return (tokens[0], tokens[-1] + 1) if is_whole else None
+
+    def _fit(self, document: Document, context: list[int], most: int) -> list[int]:
+        """The last `most` tokens of a context, its start among them, where that is allowed."""
+        if len(context) <= most:
+            return context
+        of_text = most - len(self._texts.start)
+        if not self._truncate or of_text < 1:
+            ways = "lower num_fewshot, choose a model with a longer context"
+            ways += "" if of_text < 1 else ", or too_long=truncate"
+            raise UserError(
+                f"{_where(document)}: context and answer have "
+                f"{len(context) - most + self._texts.max_length} tokens, "
+                f"the model takes {self._texts.max_length}; {ways}"
+            )
+        self.truncated.add(document)
+        return [*context[: len(self._texts.start)], *context[-of_text:]]
+
+    def _prefill_len(
+        self, document: Document, text: str, cut: int, most: int, final_length: int
+    ) -> int:
+        """Dense rows of a context, `cut` tokens of which have been left out behind its start: at
+        most `most`, and at least 1."""
+        end = most
+        if self._prefill.mode == "artifact":
+            end = int(final_length * self._prefill.budget)
+        elif self._prefill.mode == "question" and (text or document not in self.with_prompt):
+            # acc_mutual_info asks for the choices alone, too: their prompt has no word to cut at.
+            end = self._question_token(document, text) - cut
+            if end <= len(self._texts.start):
+                raise self._no_question(document, "nothing before the question is left")
+        return max(1, min(end, most))
+
+    def _question_token(self, document: Document, text: str) -> int:
+        """The token that holds the first character of a question, in its whole context."""
+        try:
+            place = self._prefill.finder.find(text, self.rows[document])
+        except ValueError as error:
+            raise self._no_question(document, str(error)) from error
+        if not self._texts.tokenizer.is_fast:
+            raise UserError(
+                "prefill=question needs a fast tokenizer, which knows where in the text tokens lie"
+            )
+        if not self.first_cut:
+            begins = " ".join(text[place:].split())[:CUT_LETTERS]
+            self.first_cut = f"in question {document[1]} before {begins!r}"
+        return next(
+            index for index, (_, stop) in enumerate(self._texts.spans(text)) if stop > place
+        )
+
+    def _no_question(self, document: Document, why: str) -> UserError:
+        asked, other = "prefill=question", ", or use prefill=dense or artifact"
+        if self._prefill.in_turns:
+            asked, other = "prefill=both", ""
+        return UserError(
+            f"{_where(document)}: {asked} finds no end of the context ({why}); set "
+            f"question_marker= to the words with which the question begins{other}"
+        )
+
+
+def _where(document: Document) -> str:
+    return f"task {document[0]}, question {document[1]}"
