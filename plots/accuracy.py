@@ -326,9 +326,8 @@ def ruler(table: pd.DataFrame) -> Figure | None:
         upright = {} if depths > 1 else {"rotation": 0, "ha": "right", "va": "center"}
         line[0].set_ylabel("\n".join(words), fontsize=6, **upright)
     for axes, label in zip(panels[0], labels, strict=True):
-        of_label = rows[rows.label == label]
-        mark = style.OWN_MARK if of_label.own.any() else ""
-        axes.set_title(f"{label}{mark}\nbudget {data.budget_range(of_label)} %", fontsize=6.5)
+        share = data.budget_range(rows[rows.label == label])
+        axes.set_title(f"{label}\nbudget {share} %", fontsize=6.5)
     for axes in panels[-1]:
         axes.set_xlabel("tokens", fontsize=6)
     colours = ScalarMappable(PERCENT, COLOURS)
@@ -338,9 +337,8 @@ def ruler(table: pd.DataFrame) -> Figure | None:
     if depths > 1:
         notes.append("depth: where in the prompt the answer stands")
     notes.append("n: questions (the fewer, the paler; hatched: none)")
-    if rows.own.any():
-        notes.append(style.OWN_NOTE)
-    return style.finish(figure, "; ".join(notes))
+    notes.append(style.own_note([("", rows)]))
+    return style.finish(figure, "; ".join(filter(None, notes)))
 
 
 def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:

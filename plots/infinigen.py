@@ -119,8 +119,7 @@ def _draw_swept(axes: Axes, rows: pd.DataFrame, setup: Sequence[str]) -> None:
         return
     half = rows.half.iloc[0]
     for title, line in data.split(rows, setup)[1]:
-        mark = style.OWN_MARK if line.own.any() else ""
-        name = ", ".join(filter(None, [half, title])) + mark
+        name = ", ".join(filter(None, [half, title]))
         style.draw_lines(axes, line.assign(name=name), {name: style.look(half)})
 
 

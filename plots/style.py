@@ -36,8 +36,6 @@ ROOM_ROWS, ROW_INCHES = 4, 0.15
 """Rows of a legend that a figure has room for; what each further one adds to its height."""
 WIDE = 10
 NOTE_LETTERS_PER_INCH, TICK_LETTERS = 22, 24
-OWN_MARK = " *"
-OWN_NOTE = "* with runs of one's own; the others are shipped with the project"
 FILLED = 0.84
 """Share of a group's width that its bars cover."""
 
@@ -112,13 +110,13 @@ def ordered(labels: Iterable[str]) -> list[str]:
 
 def _rank(label: str) -> int:
     known = [*LOOKS, "", PREFILL, CHANCE, OF_PAPER]
-    names = label.removesuffix(OWN_MARK).partition(",")[0], _method(label), ""
+    names = label.partition(",")[0], _method(label), ""
     return next(known.index(name) for name in names if name in known)
 
 
 def _method(text: str) -> str:
     """What stands before the first comma; one name for all widths of an integer codec."""
-    name = text.removesuffix(OWN_MARK).partition(",")[0]
+    name = text.partition(",")[0]
     return QUANTIZED if WIDTHS.fullmatch(name) else name
 
 
@@ -171,31 +169,24 @@ def draw_panels(
         width *= 2
     figure = Figure(figsize=(columns * width, rows * height + 0.6), layout="constrained")
     for place, (title, frame, draw) in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, place + 1, title=title)
-        draw(axes, frame)
-        mark_own(axes, frame)
-    has_own = any(frame.own.any() for _, frame, _ in panels)
-    return finish(figure, f"{note}\n{OWN_NOTE}" if has_own else note)
+        draw(figure.add_subplot(rows, columns, place + 1, title=title), frame)
+    own = own_note((title, frame) for title, frame, _ in panels)
+    return finish(figure, "\n".join(filter(None, [note, own])))
 
 
-def mark_own(axes: Axes, rows: pd.DataFrame) -> None:
-    """Mark the names of one's own runs among shipped ones, in the legend and on the axes."""
-    columns = [column for column in ("label", "series") if column in rows]
-    own = set(rows.loc[rows.own, columns].stack())
-    shipped = set(rows[columns].stack()) - own
-    own_methods = {_method(name) for name in own}
-
-    def marked(text: str) -> str:
-        name = " ".join(text.split())
-        is_own = name in own or (name not in shipped and _method(name) in own_methods)
-        return text + OWN_MARK if is_own else text
-
-    for artist, text in zip(*axes.get_legend_handles_labels(), strict=True):
-        artist.set_label(marked(text))
-    for axis in (axes.xaxis, axes.yaxis):
-        texts = [label.get_text() for label in axis.get_ticklabels()]
-        if texts != [marked(text) for text in texts]:
-            axis.set_ticklabels([marked(text) for text in texts])
+def own_note(panels: Iterable[tuple[str, pd.DataFrame]]) -> str:
+    """Which names of which panels (title, rows) are of one's own runs; empty without any."""
+    titles: dict[str, list[str]] = {}
+    for title, rows in panels:
+        names = rows["label" if "label" in rows else "series"]
+        own = ", ".join(ordered(names[rows.own]))
+        titles.setdefault(own, []).append(title)
+    titles.pop("", None)
+    words = []
+    for names, shown in titles.items():
+        where = "; ".join(filter(None, dict.fromkeys(shown)))
+        words.append(f"{names} ({where})" if where else names)
+    return f"of one's own runs: {'; '.join(words)}; all others are shipped" if words else ""
 
 
 def finish(figure: Figure, note: str) -> Figure:
