@@ -15,7 +15,7 @@ optimistic. `Step.host_seconds` has the launches of this code, for `harness.run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -100,7 +100,14 @@ def plan_of_shape(
     """The session of a run, known by the model's shape alone. dtype: of weights and exact rows.
     Raises UserError for a budget that the method cannot have."""
     assert config.model.shape is not None, "`shape` comes from there"
-    geometry = _geometry(shape, config.model.shape["model_type"])
+    geometry = Geometry(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        family=config.model.shape["model_type"],
+    )
     method, codec = config.method, codec_of(config)
     if config.budget is not None and not config.budget_is_measured:
         method = with_budget_as_stored(
@@ -113,32 +120,18 @@ def plan_of_shape(
             preset=config.method_name,
             warns=False,
         )
-    model = _model_sizes(shape, geometry, method, weight_bytes)
-    return Plan(replace(model, dtype=dtype), method, codec, config.placement, config.gpu_cache)
+    model = _model_sizes(shape, geometry, method, dtype, weight_bytes)
+    return Plan(model, method, codec, config.placement, config.gpu_cache)
 
 
 def _rows_of(lengths: LatencyConfig) -> list[TokenCounts]:
     """The decode rows of a run, on which a budget is met."""
-    context = lengths.prompt_len + lengths.gen_len
-    rows = []
-    for cached in range(lengths.prompt_len, context - 1):
-        rows.append(TokenCounts(cached, lengths.prompt_len, context))
-    return rows
-
-
-def _geometry(shape: ModelShape, family: str) -> Geometry:
-    return Geometry(
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        scale=shape.head_dim**-0.5,
-        family=family,
-    )
+    prompt, context = lengths.prompt_len, lengths.prompt_len + lengths.gen_len
+    return [TokenCounts(cached, prompt, context) for cached in range(prompt, context - 1)]
 
 
 def _model_sizes(
-    shape: ModelShape, geometry: Geometry, method: Method, weight_bytes: int
+    shape: ModelShape, geometry: Geometry, method: Method, dtype: torch.dtype, weight_bytes: int
 ) -> ModelSizes:
     dense_layers = method.dense_layers
     if dense_layers >= shape.num_layers:
@@ -159,7 +152,7 @@ def _model_sizes(
         shape.ffn_weights // shape.hidden_size,
         None,
     )
-    return ModelSizes(layers, geometry, DTYPE, sizes, weight_bytes)
+    return ModelSizes(layers, geometry, dtype, sizes, weight_bytes)
 
 
 @dataclass(frozen=True)
@@ -205,11 +198,9 @@ class Step:
         dense, selecting: launches of a layer that reads the full cache, and of one under the
         method. link: launches on the link's stream for a layer.
         """
-        num_launches: float = LAUNCHES_OF_A_PASS
-        for layer in self.capacity.plan.model.layers:
-            num_launches += selecting if layer.policy.kind == "method" else dense
-            num_launches += link
-        return num_launches * LAUNCH_S
+        kinds = [layer.policy.kind for layer in self.capacity.plan.model.layers]
+        launches = [(selecting if kind == "method" else dense) + link for kind in kinds]
+        return (LAUNCHES_OF_A_PASS + sum(launches)) * LAUNCH_S
 
     def prefill_seconds(self, share: float) -> float:
         """Seconds of one dense prompt alone. share: of the device's products that it reaches."""
