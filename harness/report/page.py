@@ -21,7 +21,9 @@ from harness.files import write_atomic
 from harness.report.sections import SOURCES, Section, sections_of
 from harness.results import board_page
 from harness.results.archive import opened
+from harness.results.columns import shape_of
 from harness.results.metrics import GIB
+from harness.results.pages import said
 from harness.results.record import Record, read_all
 from harness.results.sheet import NOTES
 from harness.settings.paths import COMMAND, RESULTS, models_beside
@@ -111,9 +113,15 @@ def lead_of(sections: Sequence[Section]) -> Section | None:
 
 
 def said_of(section: Section) -> str:
-    """The result of a figure in sentences: of the board, else its finding."""
-    part = section.parts[0]
-    return (board_page.said(part.tables[BOARD]) if BOARD in part.tables else "") or part.finding
+    """The result of a figure in sentences: of the board, of one's own runs, or its finding."""
+    part, words = section.parts[0], ""
+    if BOARD in part.tables:
+        words = board_page.said(part.tables[BOARD])
+    elif part.has_own:
+        first = next(iter(part.tables.values()))
+        if shape_of(first.columns) == "accuracy":
+            words = said(first[first["shipped"] == ""])
+    return words or part.finding
 
 
 def machine_of(records: Sequence[Record]) -> dict[str, str]:

@@ -12,6 +12,7 @@ formats of a cache that engines ship, and the engines that have a method.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -199,7 +200,7 @@ class Option:
 
 def advise(config: RunConfig) -> str:
     """The answer as text for a terminal: what fits without offloading, a recommendation, what
-    would change it, tables, and where the numbers come from. Writes `advise.csv` beside.
+    would change it, tables, and where the numbers come from. Writes `advise.json` beside.
 
     Raises UserError for a model that the cost model does not know, or that the machine does not
     hold.
@@ -211,9 +212,8 @@ def advise(config: RunConfig) -> str:
         table = sheet.table.rename(columns=brief)
         shown = [heading for heading in brief.values() if heading in table]
         lines += [terminal(sheet._replace(table=table[shown])), ""]
-    path = Path(config.results_dir) / "advise.csv"
-    every = sheet_of("", options, COLUMNS | BECAUSE | {"settings": _settings})
-    write_atomic(path, every.table.to_csv(index=False))
+    path = Path(config.results_dir) / "advise.json"
+    write_atomic(path, json.dumps(as_data(options), indent=1) + "\n")
     return "\n".join([*lines, *sources(config, options, left), f"All options: {path}"])
 
 
@@ -524,10 +524,6 @@ def _ratio(option: Option) -> str:
     return RATIO.show(0.0 if option.key == "full" else option.ratio)
 
 
-def _settings(option: Option) -> str:
-    return " ".join(option.words)
-
-
 def _lost(option: Option) -> str:
     """Points of the answers that are lost, and of how many questions where others had more."""
     points, number = _points(option).removesuffix(" points"), option.num_questions
@@ -554,7 +550,6 @@ COLUMNS: dict[str, Column] = {
     **LOST,
     "questions": lambda option: str(option.num_questions or MISSING),
 }
-BECAUSE: dict[str, Column] = {"why not": lambda option: option.why_not}
 
 
 def sheets(options: Sequence[Option]) -> list[Sheet]:
@@ -571,12 +566,13 @@ def sheets(options: Sequence[Option]) -> list[Sheet]:
             others[option.label] = option
     shown = {option.label for option in (*whole, *meeting.values())}
     missing = [option for option in others.values() if option.label not in shown]
+    because: dict[str, Column] = {"why not": lambda option: option.why_not}
     found = [sheet_of("On the device, nothing offloaded (speeds modelled)", whole, _light(whole))]
     if meeting:
         title = "Meets all that is asked (speeds modelled)"
         found.append(sheet_of(title, meeting.values(), COLUMNS))
     if missing:
-        found.append(sheet_of("Does not (speeds modelled)", missing, COLUMNS | BECAUSE))
+        found.append(sheet_of("Does not (speeds modelled)", missing, COLUMNS | because))
     return found
 
 
@@ -592,6 +588,46 @@ def _light(options: Sequence[Option]) -> dict[str, Column]:
 
 def _light_cell(column: Column, light: Mapping[str, Option], option: Option) -> str:
     return column(light[option.label])
+
+
+def as_data(options: Sequence[Option]) -> dict[str, Any]:
+    """The answer for programs, as `advise.json` holds it. Speeds are modelled, answers measured."""
+    asked = options[0].asked
+    best = options[0] if not options[0].why_not else None
+    pays = pays_from(options)
+    return {
+        "source": "modelled",
+        "model": asked.model.name,
+        "platform": dict(asked.platform.sheet or {}),
+        "asked": asdict(asked.advise) | _sizes(asked),
+        "offloading_pays_from_users": pays[0] if pays else None,
+        "recommendation": best and _data(best),
+        "options": [_data(option) for option in options],
+    }
+
+
+def _data(option: Option) -> dict[str, Any]:
+    needs = option.step.capacity.needs(max(1, option.served))
+    own = option.own_tpot_s
+    return {
+        "label": option.label,
+        "settings": list(option.words),
+        "place": option.place,
+        "budget": option.step.budget,
+        "weight_bits": option.step.weight_bits,
+        "users_that_fit": option.users,
+        "users_served": option.served,
+        "tokens_per_s_of_a_user": 1 / option.tpot_s,
+        "tokens_per_s": option.total,
+        "tokens_per_s_by_this_code": None if own is None else option.served / own,
+        "ttft_s": option.ttft_s,
+        "device_bytes": needs.device,
+        "host_bytes": needs.host,
+        "kl_over_the_oracles": option.ratio,
+        "answers_lost": option.lost,
+        "num_questions": option.num_questions,
+        "why_not": option.why_not,
+    }
 
 
 def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str]) -> list[str]:

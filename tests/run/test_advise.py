@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -227,11 +228,11 @@ def test_what_is_asked_decides(few, monkeypatch):
 def test_the_command_prints_it(few, capfd, tmp_path):
     code = cli.main([f"results_dir={tmp_path}", "experiment=advise", "batch_size=100", *SMALL])
     printed = capfd.readouterr().out
-    assert code == 0 and [path.name for path in tmp_path.iterdir()] == ["advise.csv"]
+    assert code == 0 and [path.name for path in tmp_path.iterdir()] == ["advise.json"]
     assert printed.startswith("Your cache does not fit: ") and "\nRecommendation: " in printed
-    every = pd.read_csv(tmp_path / "advise.csv", keep_default_na=False)
-    assert len(every) > 10 and f"Recommendation: {every['label'][0]}" in printed and every["why not"][0] == ""
-    assert every["settings"].str.startswith("method=").all()
+    data = json.loads((tmp_path / "advise.json").read_text())
+    assert data["source"] == "modelled" and data["asked"]["batch_size"] == 100
+    assert f"Recommendation: {data['recommendation']['label']}" in printed and len(data["options"]) > 10
     for words in ("Machine: 1 rtx4090-pcie4, by NVIDIA", "Not measured: this model", "Left out, as nobody measured"):
         assert words in printed
     tables = [line for line in printed.splitlines() if line.startswith("|")]
