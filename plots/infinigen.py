@@ -83,14 +83,14 @@ def fig17(scores: pd.DataFrame, times: pd.DataFrame) -> Figure | None:
         for task in sorted(set(scores.task) & set(CHANCE)):
             style.chance_line(axes, CHANCE[task])
         scored = panel[panel.half == "accuracy"]
-        _draw_swept(axes, scored.assign(y=scored.value), setups["accuracy"])
+        _draw_swept(axes, scored.assign(y=scored.value), "accuracy", setups["accuracy"])
         timed = panel[panel.half == "latency"]
         if len(timed):
             second = axes.twinx()
             second.set_ylabel("latency, decode (s)")
             second.spines["right"].set_visible(True)
             second.grid(visible=False)
-            _draw_swept(second, timed.assign(y=timed.decode_s), setups["latency"])
+            _draw_swept(second, timed.assign(y=timed.decode_s), "latency", setups["latency"])
 
     runs = pd.concat([accuracy, latency], ignore_index=True)
     panels: list[style.Panel] = []
@@ -98,8 +98,9 @@ def fig17(scores: pd.DataFrame, times: pd.DataFrame) -> Figure | None:
         if (runs.setting == setting).any():
             panels.append(("", runs[runs.setting == setting], draw))
     shared = []
-    for half, rows in runs.groupby("half"):
-        shared.append(f"{half}: {data.split(rows, setups[half])[0]}")
+    for half, setup in setups.items():
+        rows = runs[runs.half == half]
+        shared += [f"{half}: {data.split(rows, setup)[0]}"] if len(rows) else []
     note = "\n".join(shared) + f"; {style.error_note(accuracy)}"
     # The panels have room for the second axis.
     return style.draw_panels(panels, note, panel_inches=(4.2, 2.5))
@@ -112,12 +113,11 @@ def _with_setting(table: pd.DataFrame, half: str) -> pd.DataFrame:
     return rows[rows.x.notna()]
 
 
-def _draw_swept(axes: Axes, rows: pd.DataFrame, setup: Sequence[str]) -> None:
+def _draw_swept(axes: Axes, rows: pd.DataFrame, half: str, setup: Sequence[str]) -> None:
     """A line per setup by the varied setting."""
-    for half, of_half in rows.groupby("half"):
-        for title, line in data.split(of_half, setup)[1]:
-            name = ", ".join(filter(None, [half, title]))
-            style.draw_lines(axes, line.assign(name=name), {name: style.look(half)})
+    for title, line in data.split(rows, setup)[1] if len(rows) else []:
+        name = ", ".join(filter(None, [half, title]))
+        style.draw_lines(axes, line.assign(name=name), {name: style.look(half)})
 
 
 def table2(table: pd.DataFrame) -> Figure | None:

@@ -183,9 +183,9 @@ def own_note(panels: Iterable[tuple[str, pd.DataFrame]]) -> str:
         titles.setdefault(own, []).append(title)
     titles.pop("", None)
     words = []
-    for names, shown in titles.items():
+    for own, shown in titles.items():
         where = "; ".join(filter(None, dict.fromkeys(shown)))
-        words.append(f"{names} ({where})" if where else names)
+        words.append(f"{own} ({where})" if where else own)
     return f"of one's own runs: {'; '.join(words)}; all others are shipped" if words else ""
 
 

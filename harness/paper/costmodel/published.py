@@ -105,10 +105,12 @@ def calibrate(
     False where the number follows from other published ones.
     """
     numbers = published().query("figure in @figures").astype({"value": float})
-    predicted = [
-        quantity(row, lambda bar: _predict(bar, efficiency)) for _, row in numbers.iterrows()
-    ]
-    numbers = numbers.assign(predicted=predicted).dropna(subset="predicted")
+
+    def predicted(number: Any) -> Any:
+        return quantity(number, lambda bar: _predict(bar, efficiency))
+
+    found = numbers.apply(predicted, axis=1).astype(float)
+    numbers = numbers.assign(predicted=found).dropna(subset="predicted")
     names = pd.MultiIndex.from_frame(numbers[["figure", "series", "metric"]])
     ratio = numbers.predicted / numbers.value
     return numbers.assign(ratio=ratio, independent=~names.isin(list(REPEATED)))
