@@ -5,11 +5,12 @@ They come from `experiment=tune`, which scores every method with 0, 1 and 2 dens
 texts of `experiment=board` are scored with settings that were chosen without them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import yaml
 
 from harness.results.columns import read_frame
@@ -17,6 +18,9 @@ from harness.results.metrics import EQUAL, KL
 from harness.settings.own_method import shipped
 from harness.settings.paths import CONF_DIR
 from harness.settings.schema import options
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FILE = CONF_DIR / "tuned.yaml"
 

@@ -256,7 +256,8 @@ def test_the_runs_of_a_gpu_are_ordinary_ones():
     assert (options.platform, options.model, options.minutes) == ("cuda", "opt-13b", 10)
     for label in gpu.SYSTEMS:
         config = load([*gpu.run_settings(options), f"system={label}", "batch_size=20", "prompt_len=1920"])
-        assert config.latency == LatencyConfig(20, 1920, 128, 2, 5, 2) and config.platform.name == "cuda"
+        shape = LatencyConfig(20, prompt_len=1920, gen_len=128, warmup_steps=2, timed_steps=5, repeats=2)
+        assert config.latency == shape and config.platform.name == "cuda"
     assert gpu.SYSTEMS[0] == "ideal" and gpu.SYSTEMS[-1] == "offload-pageable"
 
 

@@ -24,6 +24,7 @@ from harness.model.load import LoadedModel
 from harness.results import inputs
 from harness.results.samples import clustered_stderr
 from harness.run.compose import load
+from harness.run.runner import Run
 from harness.scoring.evaluation import run_tasks
 from harness.scoring.metrics import Repeat, joined, pass_at
 from harness.settings.config import DataConfig, RunConfig
@@ -119,7 +120,7 @@ def test_a_name_is_refused_in_one_line(name, data, message, folder):
     if name == "toy_meant":
         (folder / "broken.yaml").write_text("task: toy_meant\ntag: [")
     with refused(f"^{message}"):
-        load(["experiment=tasks", f"tasks=[{name}]", f"include_path={folder}", f"data={data}"])
+        Run.of(load(["experiment=tasks", f"tasks=[{name}]", f"include_path={folder}", f"data={data}"]))
 
 
 def test_a_file_that_is_broken_does_not_cost_the_folder(folder, root, loaded):
@@ -133,7 +134,7 @@ def test_a_file_that_is_broken_does_not_cost_the_folder(folder, root, loaded):
 
 def test_a_file_in_place_of_a_name_is_refused_with_both_settings(folder):
     with pytest.raises(UserError) as error:
-        load(["experiment=tasks", f"tasks={folder}/toy.yaml"])
+        Run.of(load(["experiment=tasks", f"tasks={folder}/toy.yaml"]))
     said = f"tasks={folder}/toy.yaml: is a file; tasks go by the name in it: "
     assert str(error.value) == f"{said}include_path={folder} tasks=[NAME]"
 

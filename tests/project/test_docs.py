@@ -171,7 +171,9 @@ def check_run(arguments: list[str]) -> None:
         check_lm_eval(arguments[1:])
         return
     if arguments[:1] == ["samples"]:
-        lost.parser().parse_args(arguments[1:])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lost, "_print", lambda asked: None)
+            assert lost.main(arguments[1:]) == 0
         return
     if arguments[:1] == ["advise"]:
         arguments = ["experiment=advise", *arguments[1:]]

@@ -274,4 +274,4 @@ def test_a_first_run_of_tasks_says_what_it_does_before_it_does_it(capsys, monkey
     first, second, third, *_ = capsys.readouterr().err.splitlines()
     assert first == "tasks Full cache: loading model smollm2-135m"
     assert second == "tasks=passkey: reading the questions and making their prompts"
-    assert third == "passkey: answering 8 requests, from the first prompt on"
+    assert third == "passkey: answering 8 requests"

@@ -144,7 +144,7 @@ def test_a_run_that_cannot_find_the_question_is_refused(asked):
     of, loaded = asked
     with pytest.raises(UserError, match="question 0: prefill=question finds no end of the context .* 2 times.*; set"):
         run_tasks(of(TWICE, prefill="question"), loaded)
-    with pytest.raises(UserError, match="kind=turns finds no end of the context .* 2 times.*; set question_marker="):
+    with pytest.raises(UserError, match="prefill=both finds no end of the context .* 2 times.*; set question_marker="):
         run_turns(of(TWICE, kind="turns", experiment="turns"), loaded)
     with pytest.raises(UserError, match="nothing but the question is in the prompt"):
         run_tasks(of("Q: {{question}}\n\nA:", prefill="question", task={"apply_chat_template": True}), loaded)
