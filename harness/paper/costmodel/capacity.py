@@ -100,14 +100,7 @@ def plan_of_shape(
     """The session of a run, known by the model's shape alone. dtype: of weights and exact rows.
     Raises UserError for a budget that the method cannot have."""
     assert config.model.shape is not None, "`shape` comes from there"
-    geometry = Geometry(
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        scale=shape.head_dim**-0.5,
-        family=config.model.shape["model_type"],
-    )
+    geometry = _geometry(shape, config.model.shape["model_type"])
     method, codec = config.method, codec_of(config)
     if config.budget is not None and not config.budget_is_measured:
         method = with_budget_as_stored(
@@ -120,7 +113,7 @@ def plan_of_shape(
             preset=config.method_name,
             warns=False,
         )
-    model = _model_sizes(shape, geometry, method, dtype, weight_bytes)
+    model = _model_sizes(shape, geometry, method, weight_bytes, dtype)
     return Plan(model, method, codec, config.placement, config.gpu_cache)
 
 
@@ -130,8 +123,23 @@ def _rows_of(lengths: LatencyConfig) -> list[TokenCounts]:
     return [TokenCounts(cached, prompt, context) for cached in range(prompt, context - 1)]
 
 
+def _geometry(shape: ModelShape, family: str) -> Geometry:
+    return Geometry(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        family=family,
+    )
+
+
 def _model_sizes(
-    shape: ModelShape, geometry: Geometry, method: Method, dtype: torch.dtype, weight_bytes: int
+    shape: ModelShape,
+    geometry: Geometry,
+    method: Method,
+    weight_bytes: int,
+    dtype: torch.dtype = DTYPE,
 ) -> ModelSizes:
     dense_layers = method.dense_layers
     if dense_layers >= shape.num_layers:
