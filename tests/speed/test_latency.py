@@ -435,9 +435,8 @@ def test_a_managed_run_is_refused_before_its_weights_are_loaded(monkeypatch):
     with pytest.raises(UserError, match="^platform.device_gib=48: this card has 24.0 GiB; null takes "):
         Run.of(load([*words, "platform.device_gib=48"]))
     words[2:3] = ["model=gemma3-270m"]
-    kinds.measurement_of("latency").check(
-        load([*words, "batch_size=4000"])
-    )  # the arithmetic knows no such family; its session will ask
+    unknown = load([*words, "batch_size=4000"])  # the arithmetic knows no such family; its session will ask
+    kinds.measurement_of("latency").check(unknown)
 
 
 def test_a_host_that_shows_too_little_is_refused_until_the_settings_say_more(tiny_runs, monkeypatch, capsys):
