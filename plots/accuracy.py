@@ -44,6 +44,11 @@ def axis(metric: str) -> str:
     return AXES.get(metric, METRICS[metric].heading)
 
 
+def axis_of(panel: pd.DataFrame) -> str:
+    """The words for the axis of a panel of one metric."""
+    return axis(panel.metric.iloc[0])
+
+
 # By budget
 
 
@@ -147,24 +152,27 @@ def _by_share(
     The error takes tasks as independent. kl_of_any_size: KL on a logarithmic axis.
     """
     rows = data.of_metrics(whole_tasks(table), ["kl_nats", "acc"])
-    looks = style.in_sequence(rows.label)
+    points = _means(rows, ["run_id"])
+    points = points.assign(name=points.label, x=100 * points[share], y=points.value)
+    looks = style.in_sequence(points.label)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        metric = panel.metric.iloc[0]
-        runs = panel.groupby(["label", "run_id"], sort=False, as_index=False)
-        points = runs.agg(
-            x=(share, "mean"),
-            y=("value", "mean"),
-            stderr=("stderr", data.stderr_of_mean),
-        )
-        style.draw_lines(axes, points.assign(name=points.label, x=100 * points.x), looks)
-        axes.set(ylabel=axis(metric), xlabel=words)
-        if kl_of_any_size and metric == "kl_nats":
+        style.draw_lines(axes, panel, looks)
+        axes.set(ylabel=axis_of(panel), xlabel=words)
+        if kl_of_any_size and panel.metric.iloc[0] == "kl_nats":
             style.log_y(axes)
 
     tasks = ", ".join(sorted(set(rows[rows.metric == "acc"].task)))
     note = f"accuracy: mean of {tasks}; {style.error_note(rows)}"
-    return style.draw_rows(rows, ("model", "source", "metric"), draw, note=note)
+    return style.draw_rows(points, ("model", "source", "metric"), draw, note=note)
+
+
+def _means(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """The means over tasks, whose errors are taken as independent, beside what rows share."""
+    keys = ["model", "source", "metric", "label", *by]
+    mean = {name: (name, "mean") for name in ("value", "budget", "resident_frac")}
+    means = rows.groupby(keys, sort=False, as_index=False)
+    return means.agg(stderr=("stderr", data.stderr_of_mean), own=("own", "any"), **mean)
 
 
 # By position in the text
@@ -204,7 +212,7 @@ def _by_chunk(
         every = -(-len(edges) // MAX_TICKS)
         axes.set(xticks=edges[::every], xlim=(edges[0], edges[-1]))
         style.log_y(axes, panel.value)
-        axes.set(xlabel=words, ylabel=axis(panel.metric.iloc[0]))
+        axes.set(xlabel=words, ylabel=axis_of(panel))
 
     note = f"percentages: budgets; {bars or style.error_note(rows)}"
     return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=note)
@@ -229,7 +237,7 @@ def attention_error(table: pd.DataFrame) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         style.draw_lines(axes, panel)
-        axes.set(xlabel="layer", ylabel=axis(panel.metric.iloc[0]))
+        axes.set(xlabel="layer", ylabel=axis_of(panel))
         style.log_y(axes)
 
     setup = ("model", "task", "metric", "num_samples", "source")
@@ -248,14 +256,9 @@ def long(table: pd.DataFrame) -> Figure | None:
     """
     table = whole_tasks(table)
     needles = table[table.metric.str.isdecimal()]
-    needles = needles.assign(length=needles.metric.astype(float))
-    keys = ["model", "source", "label", "length"]
-    by_length = needles.groupby(keys, sort=False, as_index=False)
-    asked = by_length.agg(
-        value=("value", "mean"), stderr=("stderr", data.stderr_of_mean), own=("own", "any")
-    )
+    needles = needles.assign(length=needles.metric.astype(float), metric="acc")
     texts = table[(table.metric == "kl_nats") & (table.value > 0)]
-    rows = pd.concat([texts.assign(length=texts.seq_len), asked.assign(metric="acc")])
+    rows = pd.concat([texts.assign(length=texts.seq_len), _means(needles, ["length"])])
     data.refuse_repeats(rows, ["model", "source", "metric", "label", "length"])
     rows = rows.assign(x=rows.value, bar_low=rows.stderr, bar_high=rows.stderr, is_apart=False)
     at_longest = rows[rows.metric == "kl_nats"].sort_values("length").groupby("label").x.last()
@@ -323,9 +326,8 @@ def ruler(table: pd.DataFrame) -> Figure | None:
         upright = {} if depths > 1 else {"rotation": 0, "ha": "right", "va": "center"}
         line[0].set_ylabel("\n".join(words), fontsize=6, **upright)
     for axes, label in zip(panels[0], labels, strict=True):
-        of_label = rows[rows.label == label]
-        mark = style.OWN_MARK if of_label.own.any() else ""
-        axes.set_title(f"{label}{mark}\nbudget {data.budget_range(of_label)} %", fontsize=6.5)
+        share = data.budget_range(rows[rows.label == label])
+        axes.set_title(f"{label}\nbudget {share} %", fontsize=6.5)
     for axes in panels[-1]:
         axes.set_xlabel("tokens", fontsize=6)
     colours = ScalarMappable(PERCENT, COLOURS)
@@ -335,9 +337,8 @@ def ruler(table: pd.DataFrame) -> Figure | None:
     if depths > 1:
         notes.append("depth: where in the prompt the answer stands")
     notes.append("n: questions (the fewer, the paler; hatched: none)")
-    if rows.own.any():
-        notes.append(style.OWN_NOTE)
-    return style.finish(figure, "; ".join(notes))
+    notes.append(style.own_note([("", rows)]))
+    return style.finish(figure, "; ".join(filter(None, notes)))
 
 
 def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
@@ -351,15 +352,12 @@ def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _setups(rows: pd.DataFrame) -> pd.Series:
     """By row, in words, the settings in which the runs of its label differ."""
-    words = rows.settings.str.replace(SHOWN_BY_TILES, "", regex=True).str.split(", ")
-    shared = {}
-    for label, lists in words.groupby(rows.label):
-        shared[label] = set.intersection(*map(set, lists))
-    setups = []
-    for words_of_row, label in zip(words, rows.label, strict=True):
-        different = [word for word in words_of_row if word not in shared[label]]
-        setups.append(", ".join(different))
-    return pd.Series(setups, rows.index)
+    settings = rows.settings.str.replace(SHOWN_BY_TILES, "", regex=True).str.split(", ")
+    words = rows[["label"]].join(settings.explode().rename("word"))
+    num_rows = rows.groupby("label").label.transform("size").reindex(words.index)
+    is_shared = words.groupby(["label", "word"]).word.transform("size") == num_rows
+    different = words.word[~is_shared].groupby(level=0).agg(", ".join)
+    return different.reindex(rows.index, fill_value="")
 
 
 def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], depths: int) -> None:

@@ -74,7 +74,7 @@ def fig17(scores: pd.DataFrame, times: pd.DataFrame) -> Figure | None:
     """
     scores = scores[scores.metric == "acc"]
     accuracy, latency = _with_setting(scores, "accuracy"), _with_setting(times, "latency")
-    of_accuracy = ("model", "task", *ASKED[:2], "source")
+    setups = {"accuracy": ("model", "task", *ASKED[:2], "source"), "latency": data.TIMED_SETUP}
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         setting = panel.setting.iloc[0]
@@ -82,26 +82,26 @@ def fig17(scores: pd.DataFrame, times: pd.DataFrame) -> Figure | None:
         style.full_lines(axes, scores[scores.label == style.FULL])
         for task in sorted(set(scores.task) & set(CHANCE)):
             style.chance_line(axes, CHANCE[task])
-        _draw_swept(axes, panel[panel.half == "accuracy"].assign(y=panel.value), of_accuracy)
+        scored = panel[panel.half == "accuracy"]
+        _draw_swept(axes, scored.assign(y=scored.value), "accuracy", setups["accuracy"])
         timed = panel[panel.half == "latency"]
         if len(timed):
             second = axes.twinx()
             second.set_ylabel("latency, decode (s)")
             second.spines["right"].set_visible(True)
             second.grid(visible=False)
-            _draw_swept(second, timed.assign(y=timed.decode_s), data.TIMED_SETUP)
+            _draw_swept(second, timed.assign(y=timed.decode_s), "latency", setups["latency"])
 
     runs = pd.concat([accuracy, latency], ignore_index=True)
     panels: list[style.Panel] = []
     for setting in SWEPT:
         if (runs.setting == setting).any():
             panels.append(("", runs[runs.setting == setting], draw))
-    setups = []
-    if len(accuracy):
-        setups.append(f"accuracy: {data.split(accuracy, of_accuracy)[0]}")
-    if len(latency):
-        setups.append(f"latency: {data.split(latency, data.TIMED_SETUP)[0]}")
-    note = "\n".join(setups) + f"; {style.error_note(accuracy)}"
+    shared = []
+    for half, setup in setups.items():
+        rows = runs[runs.half == half]
+        shared += [f"{half}: {data.split(rows, setup)[0]}"] if len(rows) else []
+    note = "\n".join(shared) + f"; {style.error_note(accuracy)}"
     # The panels have room for the second axis.
     return style.draw_panels(panels, note, panel_inches=(4.2, 2.5))
 
@@ -113,14 +113,10 @@ def _with_setting(table: pd.DataFrame, half: str) -> pd.DataFrame:
     return rows[rows.x.notna()]
 
 
-def _draw_swept(axes: Axes, rows: pd.DataFrame, setup: Sequence[str]) -> None:
+def _draw_swept(axes: Axes, rows: pd.DataFrame, half: str, setup: Sequence[str]) -> None:
     """A line per setup by the varied setting."""
-    if rows.empty:
-        return
-    half = rows.half.iloc[0]
-    for title, line in data.split(rows, setup)[1]:
-        mark = style.OWN_MARK if line.own.any() else ""
-        name = ", ".join(filter(None, [half, title])) + mark
+    for title, line in data.split(rows, setup)[1] if len(rows) else []:
+        name = ", ".join(filter(None, [half, title]))
         style.draw_lines(axes, line.assign(name=name), {name: style.look(half)})
 
 

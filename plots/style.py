@@ -36,19 +36,8 @@ ROOM_ROWS, ROW_INCHES = 4, 0.15
 """Rows of a legend that a figure has room for; what each further one adds to its height."""
 WIDE = 10
 NOTE_LETTERS_PER_INCH, TICK_LETTERS = 22, 24
-OWN_MARK = " *"
-OWN_NOTE = "* with runs of one's own; the others are shipped with the project"
 FILLED = 0.84
 """Share of a group's width that its bars cover."""
-
-RC: Any = {
-    "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "legend.frameon": False,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "axes.axisbelow": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.5, "hatch.linewidth": 0.5,
-    "lines.linewidth": 1.2, "lines.markersize": 4.5, "pdf.fonttype": 42,
-    "svg.hashsalt": "kv-harness",  # equal names of parts on a rerun
-    "text.parse_math": False,  # a dollar in a label is a dollar
-}  # fmt: skip
 
 DrawPanel = Callable[[Axes, pd.DataFrame], None]
 Panel = tuple[str, pd.DataFrame, DrawPanel]
@@ -87,12 +76,7 @@ ASKED, NOT_ASKED = r"(?:^|, )budget=", "budget not set"
 """In the settings of a run that was asked for a budget, and the words for a run that was not."""
 LOOKS = {label: Look(*look) for label, look in REGISTRY["looks"].items()}
 SEQUENCE = [Look(*look) for look in REGISTRY["sequence"]]
-OTHERS = [
-    Look(COLORS[color], *shape)
-    for shape in (("P", "-", "*"), ("X", "--", "O"), ("h", "-.", "|||"), ("8", ":", "---"))
-    for color in ("wine", "teal", "indigo", "olive")
-]
-"""Of labels that are not listed."""
+OTHERS = [Look(*look) for look in REGISTRY["others"]]
 _given: dict[str, Look] = {}
 """The looks of `OTHERS` that labels have, while the figures of one folder are drawn."""
 
@@ -106,19 +90,14 @@ PUBLISHED_MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
 def look(label: str) -> Look:
     """The label's appearance, the same in all figures that are drawn together.
 
-    A label that is not listed gets a look by its spelling, or the next that no other label has.
+    A label that is not listed gets one of `OTHERS` by its spelling, or the next that is free.
     """
-    if label in LOOKS:
-        return LOOKS[label]
-    if label not in _given:
+    if label not in LOOKS and label not in _given:
         first = zlib.crc32(label.encode()) % len(OTHERS)
         in_turn = [*OTHERS[first:], *OTHERS[:first]]
-        taken = set(_given.values())
-        colors = {other.color for other in taken}
-        free = [other for other in in_turn if other not in taken]
-        in_new_color = [other for other in free if other.color not in colors]
-        _given[label] = (in_new_color or free or in_turn)[0]
-    return _given[label]
+        free = [other for other in in_turn if other not in _given.values()]
+        _given[label] = (free or in_turn)[0]
+    return LOOKS.get(label) or _given[label]
 
 
 def ordered(labels: Iterable[str]) -> list[str]:
@@ -131,13 +110,13 @@ def ordered(labels: Iterable[str]) -> list[str]:
 
 def _rank(label: str) -> int:
     known = [*LOOKS, "", PREFILL, CHANCE, OF_PAPER]
-    names = label.removesuffix(OWN_MARK).partition(",")[0], _method(label), ""
+    names = label.partition(",")[0], _method(label), ""
     return next(known.index(name) for name in names if name in known)
 
 
 def _method(text: str) -> str:
     """What stands before the first comma; one name for all widths of an integer codec."""
-    name = text.removesuffix(OWN_MARK).partition(",")[0]
+    name = text.partition(",")[0]
     return QUANTIZED if WIDTHS.fullmatch(name) else name
 
 
@@ -154,9 +133,9 @@ def in_sequence(series: Iterable[str]) -> dict[str, Look]:
 
 
 def applied() -> AbstractContextManager[None]:
-    """The settings above, while the figures of one folder are drawn and saved."""
+    """The registry's matplotlib settings, while the figures of one folder are drawn and saved."""
     _given.clear()
-    return mpl.rc_context(RC)
+    return mpl.rc_context(REGISTRY["rc"])
 
 
 # Panels
@@ -190,31 +169,24 @@ def draw_panels(
         width *= 2
     figure = Figure(figsize=(columns * width, rows * height + 0.6), layout="constrained")
     for place, (title, frame, draw) in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, place + 1, title=title)
-        draw(axes, frame)
-        mark_own(axes, frame)
-    has_own = any(frame.own.any() for _, frame, _ in panels)
-    return finish(figure, f"{note}\n{OWN_NOTE}" if has_own else note)
+        draw(figure.add_subplot(rows, columns, place + 1, title=title), frame)
+    own = own_note((title, frame) for title, frame, _ in panels)
+    return finish(figure, "\n".join(filter(None, [note, own])))
 
 
-def mark_own(axes: Axes, rows: pd.DataFrame) -> None:
-    """Mark the names of one's own runs among shipped ones, in the legend and on the axes."""
-    columns = [column for column in ("label", "series") if column in rows]
-    own = set(rows.loc[rows.own, columns].stack())
-    shipped = set(rows[columns].stack()) - own
-    own_methods = {_method(name) for name in own}
-
-    def marked(text: str) -> str:
-        name = " ".join(text.split())
-        is_own = name in own or (name not in shipped and _method(name) in own_methods)
-        return text + OWN_MARK if is_own else text
-
-    for artist, text in zip(*axes.get_legend_handles_labels(), strict=True):
-        artist.set_label(marked(text))
-    for axis in (axes.xaxis, axes.yaxis):
-        texts = [label.get_text() for label in axis.get_ticklabels()]
-        if texts != [marked(text) for text in texts]:
-            axis.set_ticklabels([marked(text) for text in texts])
+def own_note(panels: Iterable[tuple[str, pd.DataFrame]]) -> str:
+    """Which names of which panels (title, rows) are of one's own runs; empty without any."""
+    titles: dict[str, list[str]] = {}
+    for title, rows in panels:
+        names = rows["label" if "label" in rows else "series"]
+        own = ", ".join(ordered(names[rows.own]))
+        titles.setdefault(own, []).append(title)
+    titles.pop("", None)
+    words = []
+    for own, shown in titles.items():
+        where = "; ".join(filter(None, dict.fromkeys(shown)))
+        words.append(f"{own} ({where})" if where else own)
+    return f"of one's own runs: {'; '.join(words)}; all others are shipped" if words else ""
 
 
 def finish(figure: Figure, note: str) -> Figure:

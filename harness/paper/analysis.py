@@ -9,6 +9,7 @@ Each comes from one dense pass, in chunks of query tokens. Memory is linear in t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -279,40 +280,31 @@ def layer_inputs(subject: Subject) -> list[Point]:
     Raises UserError for layer 0, which has none before it, and for a model that norms after the
     residual sum.
     """
-    decoder, name = subject.attached.decoder, subject.loaded.name
-    if not getattr(subject.loaded.model.config, "do_layer_norm_before", True):
-        raise UserError(
-            f"model {name}: norms after the residual sum; Table 1 needs a model that norms before "
-            "it"
-        )
+    decoder = subject.attached.decoder
     num_layers = len(decoder.layers)
     if len(decoder.blocks) != num_layers:
-        raise UserError(f"model {name}: Table 1 needs a model of which every layer attends, once")
+        model = f"model {subject.loaded.name}"
+        raise UserError(f"{model}: Table 1 needs a model of which every layer attends, once")
     chosen = subject.layers(()) or tuple(range(1, num_layers))
     if 0 in chosen:
         raise UserError("analysis.layers: layer 0 has no layer before it; name layers from 1 on")
     stream = _ResidualStream()
-    hooks = []
-    try:
+    with ExitStack() as hooks:
+        hook = hooks.enter_context
         for layer in decoder.layers:
-            hooks.append(layer.block.register_forward_pre_hook(stream.enter, with_kwargs=True))
-            hooks.append(layer.module.register_forward_hook(stream.attended))
+            hook(layer.block.register_forward_pre_hook(stream.enter, with_kwargs=True))
+            hook(layer.module.register_forward_hook(stream.attended))
             for module in layer.block.modules():
-                hooks.append(module.register_forward_hook(stream.computed))
+                hook(module.register_forward_hook(stream.computed))
         subject.run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     similarities = torch.stack(stream.similarities)[[layer - 1 for layer in chosen]]  # [layers, 3]
     metric = "cosine_similarity"
     points = [
         mean_point(found, name, metric) for name, found in zip(INPUTS, similarities.T, strict=True)
     ]
     for number, row in zip(chosen, similarities.tolist(), strict=True):
-        points += [
-            Point(name, metric, value, "layer", number, number)
-            for name, value in zip(INPUTS, row, strict=True)
-        ]
+        for name, value in zip(INPUTS, row, strict=True):
+            points.append(Point(name, metric, value, "layer", number, number))
     return points
 
 

@@ -323,7 +323,7 @@ def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message
     with pytest.raises(UserError, match=message):
         run_analysis(settings(text, experiment, *overrides), loaded(tiny_llama))
     post_norm = tiny_model("opt", word_embed_proj_dim=64, do_layer_norm_before=False)
-    with pytest.raises(UserError, match="norms after the residual sum"):
+    with pytest.raises(UserError, match="takes in the outputs of its attention"):
         run_analysis(settings(text, "table1"), loaded(post_norm))
     text.write_text("a" * 50)
     with pytest.raises(UserError, match=r"analysis.num_tokens=60: the text has 50 tokens from token 0 on"):

@@ -200,7 +200,7 @@ def test_calibrate_prints_every_number_the_fit_and_its_errors(capsys):
     assert metrics - {word for line in lines for word in line.split()} == inputs
     assert re.search(r"fitted to all 29: +matmul 0.36\d, memory 0.8[01]\d, row_fetch 0.8[23]\d", fitted)
     assert "used:                       matmul 0.36, memory 0.81, row_fetch 0.83" in fitted
-    assert "to the 20 independent ones: matmul 0.327, memory 0.775, row_fetch 0.931" in fitted
+    assert "to the 20 independent ones: matmul 0.328, memory 0.774, row_fetch 0.931" in fitted
     assert "8.1% over all 29 numbers, 8.6% over the 20 independent ones" in fitted
     found = [re.search(r"^(.*?) +\(.* ([\d.]+)% +([\d.]+)%$", line).groups() for line in errors.splitlines()[1:]]
     assert [name for name, _, _ in found] == ["fig14 and fig15", "fig16a", "fig16b", "fig18"]

@@ -15,7 +15,7 @@ optimistic. `Step.host_seconds` has the launches of this code, for `harness.run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -28,7 +28,7 @@ from harness.model.budgets import with_budget_as_stored
 from harness.model.policies import Policy, method_policy
 from harness.model.prompts import PassSizes, attention_elements
 from harness.model.shape import WEIGHT_BYTES, ModelShape, as_config, count_weights
-from harness.paper.costmodel.predict import BlockTimes, Work, block_ends
+from harness.paper.costmodel.predict import BlockTimes, Work, block_ends, matmul, seconds
 from harness.paper.costmodel.schemes import FITTED, Efficiency, Platform
 from harness.replay.setup import codec_of
 from harness.settings.config import LatencyConfig, RunConfig
@@ -113,17 +113,14 @@ def plan_of_shape(
             preset=config.method_name,
             warns=False,
         )
-    model = _model_sizes(shape, geometry, method, weight_bytes)
-    return Plan(replace(model, dtype=dtype), method, codec, config.placement, config.gpu_cache)
+    model = _model_sizes(shape, geometry, method, weight_bytes, dtype)
+    return Plan(model, method, codec, config.placement, config.gpu_cache)
 
 
 def _rows_of(lengths: LatencyConfig) -> list[TokenCounts]:
     """The decode rows of a run, on which a budget is met."""
-    context = lengths.prompt_len + lengths.gen_len
-    rows = []
-    for cached in range(lengths.prompt_len, context - 1):
-        rows.append(TokenCounts(cached, lengths.prompt_len, context))
-    return rows
+    prompt, context = lengths.prompt_len, lengths.prompt_len + lengths.gen_len
+    return [TokenCounts(cached, prompt, context) for cached in range(prompt, context - 1)]
 
 
 def _geometry(shape: ModelShape, family: str) -> Geometry:
@@ -138,7 +135,11 @@ def _geometry(shape: ModelShape, family: str) -> Geometry:
 
 
 def _model_sizes(
-    shape: ModelShape, geometry: Geometry, method: Method, weight_bytes: int
+    shape: ModelShape,
+    geometry: Geometry,
+    method: Method,
+    weight_bytes: int,
+    dtype: torch.dtype = DTYPE,
 ) -> ModelSizes:
     dense_layers = method.dense_layers
     if dense_layers >= shape.num_layers:
@@ -159,7 +160,7 @@ def _model_sizes(
         shape.ffn_weights // shape.hidden_size,
         None,
     )
-    return ModelSizes(layers, geometry, DTYPE, sizes, weight_bytes)
+    return ModelSizes(layers, geometry, dtype, sizes, weight_bytes)
 
 
 @dataclass(frozen=True)
@@ -205,11 +206,9 @@ class Step:
         dense, selecting: launches of a layer that reads the full cache, and of one under the
         method. link: launches on the link's stream for a layer.
         """
-        num_launches: float = LAUNCHES_OF_A_PASS
-        for layer in self.capacity.plan.model.layers:
-            num_launches += selecting if layer.policy.kind == "method" else dense
-            num_launches += link
-        return num_launches * LAUNCH_S
+        kinds = [layer.policy.kind for layer in self.capacity.plan.model.layers]
+        launches = [(selecting if kind == "method" else dense) + link for kind in kinds]
+        return (LAUNCHES_OF_A_PASS + sum(launches)) * LAUNCH_S
 
     def prefill_seconds(self, share: float) -> float:
         """Seconds of one dense prompt alone. share: of the device's products that it reaches."""
@@ -235,14 +234,15 @@ class Step:
             for index, layer in enumerate(plan.model.layers):
                 if layer.policy.kind != "method":
                     spread_s += self._row_bytes(layer.policy, stores[index]) / link / len(governed)
-        join_s = self._join_seconds(batch)
+        join_s, weight_bytes = self._join_seconds(batch), self.weight_bits / 8
+        ffn_s = self._seconds(matmul(batch, shape.ffn_weights, weight_bytes))
         blocks = []
         for index, layer in enumerate(plan.model.layers):
             policy, store = layer.policy, stores[index]
             row_bytes = self._row_bytes(policy, store)
             index_read = index_bytes.get(policy.number, 0) if policy.kind == "method" else 0
-            attention = [self._matmul(batch, shape.attention_weights)]
-            attention.append(self._attention(policy, store, row_bytes))
+            projections = matmul(batch, shape.attention_weights, weight_bytes)
+            attention = self._seconds(projections, self._attention(policy, store, row_bytes))
             index_flops = 2 * shape.num_heads / shape.num_kv_heads * index_read / WEIGHT_BYTES
             prediction = self._seconds(Work(index_flops, index_read))
             load = late = spread = 0.0
@@ -261,15 +261,15 @@ class Step:
             blocks.append(
                 BlockTimes(
                     load=load + spread,
-                    attention=sum(self._seconds(work) for work in attention) + join_s,
-                    ffn=self._seconds(self._matmul(batch, shape.ffn_weights)) + join_s,
+                    attention=attention + join_s,
+                    ffn=ffn_s + join_s,
                     prediction=prediction,
                     store=store_s,
                     late=late,
                 )
             )
-        head = self._seconds(self._matmul(batch, shape.vocab_size * shape.hidden_size))
-        blocks[-1] = blocks[-1]._replace(other=head)
+        head = matmul(batch, shape.vocab_size * shape.hidden_size, weight_bytes)
+        blocks[-1] = blocks[-1]._replace(other=self._seconds(head))
         return blocks
 
     def _tokens_read(self, policy: Policy) -> float:
@@ -308,11 +308,5 @@ class Step:
         link_of_one = self.platform.link_bytes_per_s / cards
         return 2 * (cards - 1) / cards * output_bytes / link_of_one
 
-    def _matmul(self, rows: int, weights: int) -> Work:
-        return Work(2 * rows * weights, self.weight_bits / 8 * weights)
-
-    def _seconds(self, work: Work) -> float:
-        """A kernel takes as long as the slower of its arithmetic and its memory traffic."""
-        flops_per_s = self.platform.flops_per_s * self.efficiency.matmul
-        bytes_per_s = self.platform.memory_bytes_per_s * self.efficiency.memory
-        return max(work.flops / flops_per_s, work.bytes / bytes_per_s)
+    def _seconds(self, *works: Work) -> float:
+        return seconds(self.platform, self.efficiency, *works)

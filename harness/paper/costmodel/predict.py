@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -130,8 +131,8 @@ def predict(case: Case) -> dict[str, Any]:
     compute waits. Bytes over the link: prefill included. None is what the model does not know.
     """
     num_layers, overlap = case.shape.num_layers, case.scheme.overlap
-    vocabulary = _matmul(case.batch_size, case.shape.vocab_size * case.shape.hidden_size)
-    head_s = _seconds(case, (vocabulary,))
+    vocabulary = matmul(case.batch_size, case.shape.vocab_size * case.shape.hidden_size)
+    head_s = seconds(case.platform, case.efficiency, vocabulary)
     # Of each decode step: the cached tokens, and how many of them a layer under the method reads.
     steps = [
         (at, case.scheme.tokens(at, case.final_len)[0])
@@ -214,7 +215,7 @@ def decode_block(
     tokens = batch_size * (cached if layer.is_dense else read)
     quantized = scheme.int4 and not layer.is_dense
     attention = [
-        _matmul(batch_size, shape.attention_weights),
+        matmul(batch_size, shape.attention_weights),
         Work(
             4 * shape.query_size * (tokens + batch_size), shape.token_bytes * (tokens + batch_size)
         ),
@@ -230,7 +231,7 @@ def decode_block(
     by_rows = scheme.predicts and not layer.is_dense
     return BlockWork(
         attention=tuple(attention),
-        ffn=(_matmul(batch_size, shape.ffn_weights),),
+        ffn=(matmul(batch_size, shape.ffn_weights),),
         prediction=_prediction(shape, batch_size, cached) if layer.predicts else (),
         load_bytes=0.0 if by_rows else load,
         row_bytes=load if by_rows else 0.0,
@@ -259,10 +260,10 @@ def prefill_block(case: Case, layer: Layer, kept: float, *, paged: bool = False)
         )
     return BlockWork(
         attention=(
-            _matmul(rows, shape.attention_weights),
+            matmul(rows, shape.attention_weights),
             Work(4 * shape.head_dim * scores, EAGER_SCORE_BYTES * scores),
         ),
-        ffn=(_matmul(rows, shape.ffn_weights),),
+        ffn=(matmul(rows, shape.ffn_weights),),
         load_bytes=load,
         store_bytes=store,
     )
@@ -281,14 +282,9 @@ def block_ends(blocks: Sequence[BlockTimes], overlap: Overlap) -> list[float]:
     if overlap == "none":
         now = 0.0
         for block in blocks:
-            for seconds in (
-                block.load,
-                block.prediction,
-                block.attention,
-                block.store,
-                block.ffn + block.other,
-            ):
-                now += seconds
+            rest = block.prediction, block.attention, block.store, block.ffn + block.other
+            for task in (block.load, *rest):
+                now += task
             ends.append(now)
         return ends
     compute, link = 0.0, blocks[0].load  # when each resource is free
@@ -321,8 +317,9 @@ def _managed_bytes(case: Case, dense_tokens: int, kept: int, scores_of: int = 0)
     )
 
 
-def _matmul(rows: int, weights: int) -> Work:
-    return Work(2 * rows * weights, WEIGHT_BYTES * weights)
+def matmul(rows: int, weights: int, weight_bytes: float = WEIGHT_BYTES) -> Work:
+    """The product of some rows with a matrix of weights, which are read once."""
+    return Work(2 * rows * weights, weight_bytes * weights)
 
 
 def _prediction(shape: ModelShape, batch_size: int, cached: int) -> tuple[Work, ...]:
@@ -342,19 +339,20 @@ def _times(case: Case, work: BlockWork) -> BlockTimes:
     pageable = case.scheme.placement == "pageable"
     link = case.platform.pageable_bytes_per_s if pageable else case.platform.link_bytes_per_s
     in_one_piece = work.load_bytes + case.host_block_bytes
+    on_device = partial(seconds, case.platform, case.efficiency)
     return BlockTimes(
         load=in_one_piece / link + work.row_bytes / (link * case.efficiency.row_fetch),
-        attention=_seconds(case, work.attention),
-        ffn=_seconds(case, work.ffn),
-        prediction=_seconds(case, work.prediction),
+        attention=on_device(*work.attention),
+        ffn=on_device(*work.ffn),
+        prediction=on_device(*work.prediction),
         store=work.store_bytes / link,
     )
 
 
-def _seconds(case: Case, works: Sequence[Work]) -> float:
+def seconds(platform: Platform, efficiency: Efficiency, *works: Work) -> float:
     """Each kernel takes as long as the slower of its arithmetic and its memory traffic."""
-    flops_per_s = case.platform.flops_per_s * case.efficiency.matmul
-    bytes_per_s = case.platform.memory_bytes_per_s * case.efficiency.memory
+    flops_per_s = platform.flops_per_s * efficiency.matmul
+    bytes_per_s = platform.memory_bytes_per_s * efficiency.memory
     return sum(max(work.flops / flops_per_s, work.bytes / bytes_per_s) for work in works)
 
 

@@ -3,16 +3,16 @@ machine, and the fit of the three efficiencies to them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy.optimize import least_squares
+from tabulate import tabulate
 
 from harness.files import write_atomic
 from harness.model.shape import load_shape
@@ -75,30 +75,6 @@ arithmetic."""
 
 LEFT_OUT = (("fig14", "fig15"), ("fig16a",), ("fig16b",), ("fig18",))
 """Figures that are left out of the fit together: fig 14 shows runs of fig 15."""
-MAX_STEPS, TOLERANCE, DIFFERENCE = 20, 0.01, 0.01
-"""Of the search, in logs; it ends with a step under TOLERANCE."""
-
-
-class Comparison(NamedTuple):
-    """A published number and the predicted one."""
-
-    figure: str
-    series: str
-    x: str
-    metric: str
-    unit: str
-    published: float
-    predicted: float
-
-    @property
-    def ratio(self) -> float:
-        """Predicted over published."""
-        return self.predicted / self.published
-
-    @property
-    def independent(self) -> bool:
-        """True if the number does not follow from other published ones."""
-        return (self.figure, self.series, self.metric) not in REPEATED
 
 
 def figure_rows(figure: str) -> pd.DataFrame:
@@ -122,35 +98,39 @@ def write_tables(results_dir: str | Path) -> list[Path]:
 
 def calibrate(
     efficiency: Efficiency = FITTED, figures: Collection[str] = tuple(FIGURES)
-) -> list[Comparison]:
-    """Every published number of `figures` that the cost model predicts, in the order of the
-    file."""
-    numbers = published()
-    compared = []
-    for _, row in numbers[numbers.figure.isin(figures)].iterrows():
-        predicted = quantity(row, lambda bar: _predict(bar, efficiency))
-        if predicted is not None:
-            names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
-            compared.append(Comparison(*names, float(row["value"]), predicted))
-    return compared
+) -> pd.DataFrame:
+    """Every published number of `figures` that the cost model predicts, in the order of the file.
+
+    Beside the file's columns `predicted`, `ratio` of predicted to published, and `independent`,
+    False where the number follows from other published ones.
+    """
+    numbers = published().query("figure in @figures").astype({"value": float})
+
+    def predicted(number: Any) -> Any:
+        return quantity(number, lambda bar: _predict(bar, efficiency))
+
+    found = numbers.apply(predicted, axis=1).astype(float)
+    numbers = numbers.assign(predicted=found).dropna(subset="predicted")
+    names = pd.MultiIndex.from_frame(numbers[["figure", "series", "metric"]])
+    ratio = numbers.predicted / numbers.value
+    return numbers.assign(ratio=ratio, independent=~names.isin(list(REPEATED)))
 
 
-def error(comparisons: Sequence[Comparison]) -> float:
+def error(compared: pd.DataFrame) -> float:
     """Root mean square of the log ratio, which the fit minimises."""
-    return math.sqrt(mean(math.log(comparison.ratio) ** 2 for comparison in comparisons))
+    return float(np.sqrt(np.square(np.log(compared.ratio)).mean()))
 
 
-def render(comparisons: Sequence[Comparison]) -> str:
+def render(compared: pd.DataFrame) -> str:
     """A table for a terminal: predicted, published, ratio; `*` marks a number that is more than 20
     % off."""
-    header = f"{'figure':7} {'series':13} {'x':>8} {'metric':21} {'predicted':>10} "
-    lines = [f"{header}{'published':>10} {'':4} ratio"]
-    for row in comparisons:
-        off = "" if abs(row.ratio - 1) <= 0.2 else " *"
-        which = f"{row.figure:7} {row.series:13} {row.x:>8} {row.metric:21}"
-        numbers = f"{row.predicted:10.4g} {row.published:10.4g} {row.unit:4} {row.ratio:5.2f}"
-        lines.append(f"{which} {numbers}{off}")
-    return "\n".join(lines)
+    words = compared[["figure", "series", "x", "metric", "predicted", "value", "unit"]]
+    words = words.rename(columns={"value": "published"})
+    off = compared.ratio.sub(1).abs().gt(0.2).map({True: " *", False: ""})
+    words = words.assign(ratio=compared.ratio.map("{:.2f}".format) + off)
+    formats = ("g", "g", "g", "g", ".4g", ".4g", "g", ".2f")
+    sides = ("left", "left", "right", "left", "right", "right", "left", "left")
+    return tabulate(words, "keys", "plain", floatfmt=formats, showindex=False, colalign=sides)
 
 
 def quantity(
@@ -204,52 +184,28 @@ def _predict(bar: PaperBar, efficiency: Efficiency) -> dict[str, Any]:
     return predict(Case(platform, shape, bar.label, efficiency=efficiency, **sizes))
 
 
-def fit(
-    figures: Collection[str] = tuple(FIGURES),
-    start: Efficiency = FITTED,
-    *,
-    independent_only: bool = False,
-) -> Efficiency:
-    """The efficiencies, at most 1, that predict the numbers of `figures` best.
+def fit(figures: Collection[str] = tuple(FIGURES), *, independent_only: bool = False) -> Efficiency:
+    """The efficiencies that predict the numbers of `figures` best, in least squares of the logs."""
 
-    Gauss-Newton in their logs; Broyden's update saves three of four predictions after the first
-    step.
-    """
-
-    def log_ratios(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    def log_ratios(logs: NDArray[np.float64]) -> pd.Series:
         compared = calibrate(Efficiency(*np.exp(logs).tolist()), figures)
-        logarithms = []
-        for comparison in compared:
-            if comparison.independent or not independent_only:
-                logarithms.append(math.log(comparison.ratio))
-        return np.array(logarithms)
+        return np.log(compared.ratio[compared.independent | (not independent_only)])
 
-    logs = np.log(start)
-    off = log_ratios(logs)
-    slopes = np.transpose(
-        [(off - log_ratios(logs - move)) / DIFFERENCE for move in DIFFERENCE * np.eye(len(logs))]
-    )
-    for _ in range(MAX_STEPS):
-        before, last = logs, off
-        logs = np.minimum(logs + np.linalg.lstsq(slopes, -off)[0], 0.0)
-        step = logs - before
-        if np.abs(step).max() < TOLERANCE:
-            break
-        off = log_ratios(logs)
-        slopes += np.outer(off - last - slopes @ step, step) / (step @ step)
-    return Efficiency(*np.exp(logs).tolist())
+    # MINPACK's, as it saves most predictions of the slopes.
+    found = least_squares(log_ratios, np.log(FITTED), method="lm", diff_step=0.01, xtol=1e-3)
+    return Efficiency(*np.exp(found.x).tolist())
 
 
 def render_errors() -> str:
     """The fit, its errors in-sample and on figures left out of it, as text for a terminal."""
-    comparisons = calibrate()
-    independent = [comparison for comparison in comparisons if comparison.independent]
+    compared = calibrate()
+    independent = compared[compared.independent]
     lines = [
         f"used:                       {_words(FITTED, 2)}",
-        f"fitted to all {len(comparisons)}:           {_words(fit(), 3)}",
+        f"fitted to all {len(compared)}:           {_words(fit(), 3)}",
         f"to the {len(independent)} independent ones: {_words(fit(independent_only=True), 3)}",
         "in-sample, root mean square of log(predicted / published): "
-        f"{error(comparisons):.1%} over all {len(comparisons)} numbers, "
+        f"{error(compared):.1%} over all {len(compared)} numbers, "
         f"{error(independent):.1%} over the {len(independent)} independent ones",
         "",
         f"{'predicted by a fit to the other figures':59} {'rms':>6} {'worst':>6}",
@@ -257,7 +213,7 @@ def render_errors() -> str:
     for figures in LEFT_OUT:
         efficiency = fit([figure for figure in FIGURES if figure not in figures])
         left_out = calibrate(efficiency, figures)
-        worst = max(abs(comparison.ratio - 1) for comparison in left_out)
+        worst = (left_out.ratio - 1).abs().max()
         name = f"{' and '.join(figures):15} ({_words(efficiency, 2)})"
         lines.append(f"{name:59} {error(left_out):6.1%} {worst:6.1%}")
     return "\n".join(lines)
