@@ -172,10 +172,10 @@ def test_kernels_take_as_many_heads_as_a_large_batch_has(gpu):
     codec = IntegerCodec("int4", columns)
     query = torch.empty(batch, heads, 1, columns, device=CUDA)
     keys = torch.empty(batch, heads, slots, codec.row_bytes(columns), dtype=torch.uint8, device=CUDA)
-    kernels.coded_scores(query, keys, codec)
+    kernels.coded_scores(query, keys, codec.bits, codec.group_size)
     states = torch.empty(batch, heads, 1, head_dim, device=CUDA)
     side = torch.empty(batch, heads, head_dim, codec.row_bytes(columns), dtype=torch.uint8, device=CUDA)
-    kernels.coded_product(states, side, codec)
+    kernels.coded_product(states, side, codec.bits, columns)
     assert gpu.faults == []
     assert gpu.of_layer(None).keys() >= {"_coded_scores", "_coded_product"}
 

@@ -63,7 +63,9 @@ def bytes_of_usage(case: Case, ids: torch.Tensor, end: int, steps: int, options:
 
 
 def bytes_of_generate(case: Case, end: int, steps: int, options: dict[str, object], monkeypatch) -> tuple[int, int]:
-    monkeypatch.setattr(speed, "prepare", lambda config, loaded, attached, rows: setup_of(attached, case))
+    monkeypatch.setattr(
+        speed, "prepare", lambda config, loaded, attached, rows: replace(setup_of(attached, case), **options)
+    )
     config = load(["experiment=generate", f"prompt={PROMPT}", f"max_new_tokens={NEW}", "platform.link_gbps=1"])
     config = replace(config, **options)
     model = tiny("gqa")

@@ -108,7 +108,7 @@ def test_what_a_codec_raises_is_one_line(hook, thrown, own_folder, texts, capsys
         ("title = '\\ud800'", "must be text in one line"),
         ("when = 'never'", "Mine.when='never': allowed: kept, earlier_layer"),
         ("when = []", "Mine.when=[]: allowed: kept, earlier_layer"),
-        ("state = dict", "mine.py:15: returned what cannot be used: TypeError: dict expected at most 1 argument"),
+        ("state = dict", "mine.py:12: returned what cannot be used: TypeError: dict expected at most 1 argument"),
         ("title = property(lambda self: 5)", "its label is 5; must be text in one line"),
     ],
 )

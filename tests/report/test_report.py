@@ -189,7 +189,9 @@ def test_what_is_missing_comes_last_and_folded(page):
 
 
 def test_published_numbers_stand_beside_ours():
-    predicted = {(row.figure, row.series, row.x, row.metric): row.predicted for row in published.calibrate().itertuples()}
+    predicted = {
+        (row.figure, row.series, row.x, row.metric): row.predicted for row in published.calibrate().itertuples()
+    }
     for figure in published.FIGURES:
         rows = published.figure_rows(figure)
         frame = compared(figure, [rows])
