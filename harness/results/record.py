@@ -18,7 +18,7 @@ from harness.errors import UserError, reason
 from harness.files import text_sha256, write_atomic
 from harness.results.inputs import CODE
 from harness.settings.config import CPU_DTYPE, RunConfig, prompt_of_window
-from harness.settings.kinds import RENAMED, foreign_settings
+from harness.settings.kinds import RENAMED, find, foreign_settings
 from harness.settings.schema import CONF_DIR
 
 SCHEMA = 5
@@ -90,9 +90,7 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
     They tell apart the table rows of one method and label. Settings with a column of their own are
     left out.
     """
-    left_out = foreign_settings(config.kind) | IN_COLUMNS
-    if not config.latency.largest:  # else the host decides how large, not only whether it runs
-        left_out |= {"platform.host_gib"}
+    left_out = _unread(config) | IN_COLUMNS
     if config.prefill_len == prompt_of_window(config.seq_len):
         left_out |= {"prefill_len"}
     defaults = flat(jsonable(_defaults(config)))
@@ -144,6 +142,11 @@ def _defaults_of(group: Any) -> dict[str, Any]:
     return found
 
 
+def _unread(config: RunConfig) -> set[str]:
+    """Settings that play no part in a run."""
+    return foreign_settings(config.kind) | find(config.kind).unread(config)
+
+
 def in_words(settings: Mapping[str, Any]) -> str:
     """Settings as tables show them, `a=[1, 2], b=3`."""
     return ", ".join(f"{name}={value}" for name, value in settings.items())
@@ -152,9 +155,9 @@ def in_words(settings: Mapping[str, Any]) -> str:
 def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
     """Sixteen hex digits of the settings that decide numbers and of the data, whatever the code and
     where files lie. inputs: sha256 of every input by name."""
-    foreign, settings = foreign_settings(config.kind), without_paths(plain(config))
-    deciding = {name: value for name, value in settings.items() if name not in foreign}
-    if "platform" in deciding and not config.latency.largest:
+    unread, settings = _unread(config), without_paths(plain(config))
+    deciding = {name: value for name, value in settings.items() if name not in unread}
+    if "platform.host_gib" in unread:
         del deciding["platform"]["host_gib"]
     read = {name: digest for name, digest in inputs.items() if not name.startswith(CODE)}
     return _digest_of({"config": deciding, "inputs": read})[:16]

@@ -46,15 +46,16 @@ class Kind:
     """What the runs of one kind have in common.
 
     depends_on: the settings that decide its numbers besides `COMMON`; a change of any other makes
-    no other run. rules: what its settings must be together. table: the shape of its rows in tables.
-    code: the folders and modules of `harness` that make its numbers, besides the core that all
-    kinds share. live: it decodes through two memories, so that its label may name a system
-    (`harness.settings.systems`). modelled: the cost model does it for a machine that is not here.
-    keeps_record: its outcome is recorded, and the run is skipped the next time. Otherwise it only
-    prints, and has no `depends_on`, `table` or `code`.
+    no other run. unread: those of them that a run does not read. rules: what its settings must be
+    together. table: the shape of its rows in tables. code: the folders and modules of `harness`
+    that make its numbers, besides the core that all kinds share. live: it decodes through two
+    memories, so that its label may name a system (`harness.settings.systems`). modelled: the cost
+    model does it for a machine that is not here. keeps_record: its outcome is recorded, and the run
+    is skipped the next time. Otherwise it only prints, and has no `depends_on`, `table` or `code`.
     """
 
     depends_on: tuple[str, ...] = ()
+    unread: Callable[[RunConfig], set[str]] = lambda config: set()
     rules: Callable[[RunConfig], Rules] = lambda config: iter(())
     table: Literal["accuracy", "latency", "analysis"] = "accuracy"
     code: tuple[str, ...] = ()
@@ -81,6 +82,15 @@ def _of_perplexity(config: RunConfig) -> Rules:
     yield "seq_len", config.seq_len < needed, least
     no_prompt = prefill < 1 and not config.method.reads_all
     yield "prefill_len", no_prompt, "must be at least 1 under a method"
+
+
+def _unread_by_perplexity(config: RunConfig) -> set[str]:
+    return {"sampling", "seed"} if config.max_new_tokens is None else {"seq_len"}
+
+
+def _unread_by_latency(config: RunConfig) -> set[str]:
+    """A host decides how large the largest batch is; else only whether a run is refused."""
+    return set() if config.latency.largest else {"capacity", "platform.host_gib"}
 
 
 def _of_one_text(config: RunConfig) -> Rules:
@@ -145,6 +155,7 @@ KINDS = {
         depends_on=(
             *TEXTS, "seq_len", "prefill_len", "num_windows", "max_new_tokens", "sampling", "seed",
         ),
+        unread=_unread_by_perplexity,
         rules=_of_perplexity,
         code=("scoring", "results/samples.py"),
     ),
@@ -158,6 +169,7 @@ KINDS = {
     ),
     "latency": Kind(
         depends_on=("platform", "placement", "latency", "capacity", "seed", "calibration"),
+        unread=_unread_by_latency,
         rules=_of_latency,
         table="latency",
         code=("speed", "results/step_stats.py"),

@@ -128,6 +128,10 @@ def test_what_decides_a_sampled_answer_is_in_the_identity_of_its_run():
         changed = [[], [warm], [warm, "top_p=0.9"], [warm, "top_k=9"], [warm, "seed=1"], ["temperature=0.6"]]
         changed += [[warm, "repeats=2"]] if kind != "long_decode" else []
         assert len({identity(kind, *words) for words in changed}) == len(changed)
+    assert identity("perplexity", warm) == identity("perplexity"), "nothing is generated"
+    assert identity("perplexity", "seed=1") == identity("perplexity")
+    assert identity("long_decode", "seq_len=2000") == identity("long_decode"), "no window of a text is scored"
+    assert identity("latency", "capacity.max_batch=3") == identity("latency"), "the batch is given"
     config = load(["experiment=tasks", warm, "top_k=9", "repeats=2"])
     assert changed_settings(config) == {"temperature": 0.5, "top_k": 9, "repeats": 2}
 
