@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 MAX_LISTED = 16
+MAX_MESSAGE = 2000
+"""Letters of a refusal that are shown."""
 BUG, USERS, UNFINISHED = 1, 2, 75
 """Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to
 try again."""
@@ -31,10 +33,10 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 class UserError(ValueError):
     """Something the user can put right: a setting, a file, the machine's memory. Its message is one
-    line, whatever the names in it hold."""
+    line, whatever the names in it hold, and without its middle where it is too long to read."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(str(message)))
+        super().__init__(shortened(printable(str(message)), MAX_MESSAGE))
 
 
 class UnfinishedError(UserError):

@@ -31,6 +31,8 @@ MOST = 2**31 - 1
 """The largest whole number of any setting."""
 LARGEST = 3e38
 """The largest finite number of any setting: what float32 holds."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""What a text of Python may hold and UTF-8 cannot: half of a character, or a byte of no text."""
 WORDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -154,7 +156,7 @@ def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
         UserError: unknown or missing name, wrong type, out of range, or a `ValueError` of the
         dataclass itself, whose message names the setting.
     """
-    _require_numbers(settings, where)
+    _require_values(settings, where)
     try:
         # As JSON, of which pydantic takes a mapping for a dataclass and a list for a tuple.
         text = json.dumps(settings)
@@ -178,18 +180,21 @@ def joined(where: str, name: str) -> str:
     return name if not where or where in AT_TOP else f"{where}.{name}"
 
 
-def _require_numbers(value: Any, name: str) -> None:
-    """Raise UserError for a number that is none, or larger than any setting may be."""
+def _require_values(value: Any, name: str) -> None:
+    """Raise UserError for a number that is none, or larger than any setting may be, and for text
+    that is no UTF-8, which JSON has not."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            _require_numbers(item, joined(name, str(key)))
+            _require_values(item, joined(name, str(key)))
     elif isinstance(value, list | tuple):
         for item in value:
-            _require_numbers(item, name)
+            _require_values(item, name)
     elif isinstance(value, float) and (math.isnan(value) or LARGEST <= abs(value) < math.inf):
         raise UserError(f"{name}={value}: must be a number")
     elif isinstance(value, int) and abs(value) > MOST:
         raise UserError(f"{name}={value}: must be at most {MOST}")
+    elif isinstance(value, str) and SURROGATE.search(value):
+        raise UserError(f"{name}={value}: is not UTF-8 text")
 
 
 def _in_words(error: ValidationError, cls: Any, where: str) -> str:

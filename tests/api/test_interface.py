@@ -192,7 +192,7 @@ def refusal(act) -> str:
     with pytest.raises(UserError) as raised:
         act()
     message = str(raised.value)
-    assert message and "\n" not in message
+    assert message and "\n" not in message and len(message) <= 2000
     return message
 
 
@@ -213,7 +213,7 @@ def test_what_is_no_model_is_refused(given):
 
 
 LISTS = [None, [], {"full"}, 5, Anything(), iter(["full"])]
-STRANGE = [Anything(), lambda: 3, b"x", {1, 2}, 1 + 2j, torch.ones(2), {"a": Anything()}, [[[]]]]
+STRANGE = [Anything(), lambda: 3, b"x", {1, 2}, 1 + 2j, torch.ones(2), {"a": Anything()}, "\ud800", [[[]]]]
 WRONG = {
     "tokenizer": (lambda model, given: harness.load(model.loaded.model, given), [5, Anything()]),
     "methods": (lambda model, given: model.perplexity(methods=given), [*LISTS, "full"]),
@@ -224,7 +224,7 @@ WRONG = {
     "tasks": (lambda model, given: model.tasks(given, methods=["full"]), [*LISTS, "kv_recall"]),
     "prompt": (
         lambda model, given: model.generate(given, method="full", max_new_tokens=2),
-        [None, 5, b"x", ["a"], Anything(), ""],
+        [None, 5, b"x", ["a"], Anything(), "", "\ud800", "a\ud800b"],
     ),
     "": (
         lambda model, given: model.perplexity(methods=["h2o"], **{given: Anything()}),
