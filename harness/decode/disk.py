@@ -105,6 +105,7 @@ class DiskFile(AbstractContextManager["DiskFile"]):
     def __init__(self, disk: Disk, num_blocks: int) -> None:
         self.disk = disk
         self.num_blocks = num_blocks
+        self._used = 0
         self._file: IO[bytes] | None = None
         try:
             _require_space(disk.folder, self.nbytes)
@@ -121,6 +122,11 @@ class DiskFile(AbstractContextManager["DiskFile"]):
     def nbytes(self) -> int:
         """Bytes on the disk."""
         return self.num_blocks * BLOCK_BYTES
+
+    def take(self, num_blocks: int) -> int:
+        """The first of the next `num_blocks` blocks, which are handed out once."""
+        self._used += num_blocks
+        return self._used - num_blocks
 
     def read(self, blocks: Blocks, places: Blocks) -> None:
         """Read blocks to their places in the disk's buffer, as `_move` takes them."""

@@ -50,7 +50,7 @@ class DiskStore(KVStore):
     """
 
     file: DiskFile
-    """Where the slots lie, from `place_in` on."""
+    """Where the slots lie, from `allocate` on."""
 
     def __init__(self, row_format: RowFormat, **shape: Any) -> None:
         super().__init__(row_format, placement="disk", **shape)
@@ -63,13 +63,12 @@ class DiskStore(KVStore):
         self.opened = np.empty((0, BLOCK_BYTES), np.uint8)
         self._first_block = 0
 
-    def allocate(self, slab: PinnedSlab | None = None) -> KVStore:
-        raise TypeError("the slots lie in a file: place_in")
-
-    def place_in(self, file: DiskFile, first_block: int) -> None:
-        """Use the blocks of a file from `first_block` on."""
-        self.file = file
-        self._first_block = first_block
+    def allocate(self, home: PinnedSlab | DiskFile | None = None) -> KVStore:
+        """Use the next blocks of a file."""
+        assert isinstance(home, DiskFile), "the slots lie in a file"
+        self.file = home
+        self._first_block = home.take(self.num_blocks)
+        return self
 
     def free(self) -> None:
         self.open_blocks, self.opened = self.open_blocks[:0], self.opened[:0]

@@ -20,8 +20,7 @@ from torch.nn.attention import sdpa_kernel
 from harness.decode import memory
 from harness.decode.ahead import AheadFetcher, AheadPart
 from harness.decode.cache import Fetcher, LayerCache
-from harness.decode.disk import Disk
-from harness.decode.disk_store import DiskStore
+from harness.decode.disk import BLOCK_BYTES, DiskFile
 from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
 from harness.decode.links import DiskLink, Link, Links, LinkUse, link_of
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
@@ -221,7 +220,7 @@ class LiveSession:
         for store in self.stores:
             shared += [store, store.codec]
         for share in self.shares.values():
-            shared += [*share.buffers, share.slab, share.file]
+            shared += [*share.buffers, share.home]
         for cache in self.caches:
             if isinstance(cache, ValuesCache):
                 shared += [cache.keys, cache.values]
@@ -290,7 +289,8 @@ class LiveSession:
     def loaded_bytes(self) -> int | Tensor:
         """Payload bytes of the rows that the decode steps so far took from the link: every row that
         a layer asked for and waited for, unused prefetches included. Rows that are under way for a
-        step that has not come are not among them. Under CUDA a 0-d tensor (no sync)."""
+        step that has not come are not among them. Under CUDA a 0-d tensor (no sync); under managed
+        placement 0, since the driver moves pages."""
         return self.traffic.loaded.num_bytes
 
     @property
@@ -305,11 +305,6 @@ class LiveSession:
         return self.traffic.written.num_bytes
 
     @property
-    def rows_loaded(self) -> int:
-        """Rows of `loaded_bytes`, of one token and KV head each."""
-        return int(self.traffic.loaded.num_rows)
-
-    @property
     def disk_read_bytes(self) -> int:
         """Bytes that a disk read in whole blocks for the rows of `loaded_bytes`."""
         return self.traffic.block_bytes
@@ -317,8 +312,8 @@ class LiveSession:
     @property
     def disk_bytes(self) -> int:
         """Bytes of the files that hold the cache."""
-        files = [share.file for share in self.shares.values()]
-        return sum(file.nbytes for file in files if file is not None)
+        homes = [share.home for share in self.shares.values()]
+        return sum(home.nbytes for home in homes if isinstance(home, DiskFile))
 
     @property
     def rows_read(self) -> float | Tensor:
@@ -332,17 +327,6 @@ class LiveSession:
         and kept in the GPU cache."""
         selected = self.reads.gpu_cache_tokens_read * self.attached.geometry.num_kv_heads
         return selected - self.traffic.missed.num_rows
-
-    @property
-    def h2d_bytes(self) -> int:
-        """`loaded_bytes` as a number, which a GPU has to tell; 0 under managed placement, where the
-        driver moves pages."""
-        return int(self.loaded_bytes)
-
-    @property
-    def d2h_bytes(self) -> int:
-        """`written_bytes` as a number, like `h2d_bytes`."""
-        return int(self.written_bytes)
 
     @property
     def device_bytes(self) -> int:
@@ -371,8 +355,8 @@ class LiveSession:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are page-locked for this session."""
-        slabs = [share.slab for share in self.shares.values()]
-        return sum(slab.nbytes for slab in slabs if slab is not None)
+        homes = [share.home for share in self.shares.values()]
+        return sum(home.nbytes for home in homes if isinstance(home, PinnedSlab))
 
     # Open and close
 
@@ -417,16 +401,14 @@ class LiveSession:
                 store.free()
             for device, share in self.shares.items():
                 share.buffers, share.free = [], []
-                if share.file is not None:
-                    share.file.close()
-                if share.slab is None:
+                if share.home is None:
                     continue
                 with launching_on(device):
-                    if self.leaves_slabs:
-                        share.slab.empty()
-                        share.slab = None
+                    if self.leaves_slabs and isinstance(share.home, PinnedSlab):
+                        share.home.empty()
+                        share.home = None
                     else:
-                        share.slab.close()
+                        share.home.close()
 
     def _open(self, real: Tensor, pass_tokens: int, activations: int) -> None:
         """Make what decoding needs, after asking whether it fits. pass_tokens: tokens of the
@@ -515,12 +497,12 @@ class LiveSession:
             slab = None
         memory.require_session(asked if slab is None else asked._replace(host=0), share.device)
         if self.pinned and stores:
-            share.slab = self.slabs[share.device] = slab or PinnedSlab(asked.host)
-        if isinstance(share.link, DiskLink):
-            _allocate_on_disk(share, share.link.disk, [*stores.values()])
-        else:
-            for store in stores.values():
-                store.allocate(share.slab)
+            share.home = self.slabs[share.device] = slab or PinnedSlab(asked.host)
+        elif isinstance(share.link, DiskLink):
+            blocks = sum(store.nbytes for store in stores.values()) // BLOCK_BYTES
+            share.home = share.link.disk.new_file(blocks)
+        for store in stores.values():
+            store.allocate(share.home)
         if share.device.type == "cuda":
             _compile_kernels(share, [*stores.values()])
 
@@ -544,16 +526,6 @@ class LiveSession:
                 require_codable(cache.store.codec, layer, prompt.key, prompt.value)
         with launching_on(prompt.key.device):
             cache.keep_prompt(prompt)
-
-
-def _allocate_on_disk(share: DeviceShare, disk: Disk, stores: Sequence[KVStore]) -> None:
-    """Give each store its blocks of one file. Raises UserError where the disk has no space."""
-    on_disk = [store for store in stores if isinstance(store, DiskStore)]
-    share.file = disk.new_file(sum(store.num_blocks for store in on_disk))
-    first_block = 0
-    for store in on_disk:
-        store.place_in(share.file, first_block)
-        first_block += store.num_blocks
 
 
 def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.decode import memory
+from harness.decode.disk import DiskFile
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.config import Placement
 from methods import compiled
@@ -73,17 +74,6 @@ SlotRequest = int | slice | Chosen
 def chosen(slots: Tensor, targets: Tensor | None = None) -> Chosen:
     """A request for these slots."""
     return Chosen(slots, num_true(slots >= 0), targets)
-
-
-class Moved(NamedTuple):
-    """Bytes that moved, known to the device: row_bytes for each of the rows that `num_rows`, not
-    yet added up, counts."""
-
-    num_rows: Tensor
-    row_bytes: int
-
-    def __int__(self) -> int:
-        return int(self.num_rows.sum()) * self.row_bytes
 
 
 def num_true(mask: Tensor) -> int | Tensor:
@@ -213,16 +203,16 @@ class KVStore:
         """True if a kernel on the device can address the slots."""
         self.slots = torch.empty(0, dtype=torch.uint8)
 
-    def allocate(self, slab: PinnedSlab | None = None) -> KVStore:
+    def allocate(self, home: PinnedSlab | DiskFile | None = None) -> KVStore:
         """Make the slots and return the store.
 
-        slab: page-locked memory for host placement, which asynchronous transfers and kernels need
-        under CUDA. Without one the slots lie in pageable memory, from which every transfer waits.
+        home: page-locked memory for host placement, which asynchronous transfers and kernels need
+        under CUDA. Without it the slots lie in pageable memory, from which every transfer waits.
         Raises UserError where they do not fit.
         """
         shape = self.batch, self.num_kv_heads, self.capacity, self.slot_bytes
-        if slab is not None:
-            self.slots, self.is_reachable = slab.take(shape), True
+        if isinstance(home, PinnedSlab):
+            self.slots, self.is_reachable = home.take(shape), True
         elif self.placement == "managed":
             self.slots = memory.managed_empty(shape, self.device)
         else:
@@ -257,9 +247,9 @@ class KVStore:
         shape = (self.batch, self.num_kv_heads, num_rows + 1, self.slot_bytes)
         return buffer[: math.prod(shape)].view(shape)
 
-    def load(self, request: SlotRequest, rows: Tensor) -> int | Moved:
+    def load(self, request: SlotRequest, rows: Tensor) -> int:
         """Copy the requested slots into `rows` [batch, num_kv_heads, n, slot_bytes], contiguous in
-        a head; return the bytes moved.
+        a head; return the bytes moved, 0 where the device alone knows how many rows these are.
 
         A negative index leaves its row alone. Under CUDA asynchronous on the current stream from
         device and pinned memory, the count of chosen slots being on the device; from pageable
@@ -282,8 +272,8 @@ class KVStore:
             copy_heads(self.slots[:, :, part.start : self._checked(part.stop)], rows)
         return self._bytes_of(moved)
 
-    def write(self, rows: Tensor, at: int | Chosen) -> int | Moved:
-        """Put packed `rows` into slots; return the bytes moved.
+    def write(self, rows: Tensor, at: int | Chosen) -> int:
+        """Put packed `rows` into slots; return the bytes moved, as `load`.
 
         at: the column of the first row, for all heads; or the slot of each row. Asynchronous and
         raising as `load`.
@@ -298,10 +288,8 @@ class KVStore:
             scatter_rows(self.slots, index, rows, self.tuning)
         return self._bytes_of(moved)
 
-    def _bytes_of(self, num_rows: int | Tensor) -> int | Moved:
-        if isinstance(num_rows, int):
-            return num_rows * self.slot_bytes
-        return Moved(num_rows, self.slot_bytes)
+    def _bytes_of(self, num_rows: int | Tensor) -> int:
+        return num_rows * self.slot_bytes if isinstance(num_rows, int) else 0
 
     def _write_columns(self, rows: Tensor, at: int) -> None:
         """Write rows of every head from column `at` on. Short lines, such as a step's own row, are

@@ -103,7 +103,8 @@ def two_stores(folder, codec, head_dim):
     in_memory = make_store(head_dim, codec, **shape)
     in_memory.clear()
     with Disk(folder) as disk, disk.new_file(on_disk.num_blocks + 3) as file:
-        on_disk.place_in(file, 3)
+        file.take(3)
+        on_disk.allocate(file)
         yield on_disk, in_memory
 
 
