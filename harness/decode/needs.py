@@ -144,12 +144,12 @@ class Plan:
     @property
     def reads_less(self) -> bool:
         """True if layers under the method read less than dense ones."""
-        return not self.method.reads_all or mean_bits(self.coded, self.numbers) < 16
+        return not self.method.reads_all or mean_bits(self.coded, [*self.governed]) < 16
 
-    @property
-    def numbers(self) -> list[int]:
-        """The layers under the method, as methods count them."""
-        return [policy.number for policy in self.policies if policy.kind == "method"]
+    @cached_property
+    def governed(self) -> dict[int, Policy]:
+        """The policies of the layers under the method, by their numbers."""
+        return {policy.number: policy for policy in self.policies if policy.kind == "method"}
 
     @property
     def exact(self) -> FloatCodec:
@@ -166,10 +166,10 @@ class Plan:
         stores, rooms = self.stores(lengths), self.rooms(lengths)
         in_pass = self._pass_tokens(lengths, pass_tokens)
         needs = self.device_needs(layers, stores, lengths, rooms, in_pass)
-        state = self._state(lengths)
+        state = self.state(lengths)
         return needs._replace(
             workspace=self.workspace(lengths, pass_tokens),
-            kept=sum(state.by_layer.values()),
+            kept=state.kept,
             state=state.whole,
             weights=self.model.weight_bytes,
         )
@@ -322,50 +322,21 @@ class Plan:
         batch = len(lengths.prompts)
         return max(batch, min(most, batch * max(lengths.prompts)))
 
-    def index_bytes(self, lengths: BatchLengths) -> dict[int, int]:
-        """By a layer's number, bytes of its index that a step in the middle of the decoding
-        reads."""
-        return dict(self._state(lengths).read)
-
-    def _state(self, lengths: BatchLengths) -> StateSizes:
+    def state(self, lengths: BatchLengths) -> StateSizes:
         """The sizes of the state. Those of a batch of equal prompts grow by the same number of
         bytes with each sequence."""
-        batch = len(lengths.prompts)
-        if batch <= 2 or len({*lengths.prompts}) > 1:
-            return self._state_of(tuple(lengths.prompts), lengths.max_new_tokens)
-        one = self._state_of((lengths.prompts[0],), lengths.max_new_tokens)
-        two = self._state_of((lengths.prompts[0],) * 2, lengths.max_new_tokens)
+        prompts = tuple(lengths.prompts)
+        batch, key = len(prompts), (prompts, lengths.max_new_tokens)
+        if batch > 2 and len({*prompts}) == 1:
+            one, two = (self.state(lengths._replace(prompts=prompts[:few])) for few in (1, 2))
 
-        def grown(of_one: int, of_two: int) -> int:
-            return of_one + (batch - 1) * (of_two - of_one)
+            def grown(of_one: int, of_two: int) -> int:
+                return of_one + (batch - 1) * (of_two - of_one)
 
-        by_layer, read = (
-            {number: grown(size, of_two[number]) for number, size in of_one.items()}
-            for of_one, of_two in ((one.by_layer, two.by_layer), (one.read, two.read))
-        )
-        return StateSizes(grown(one.whole, two.whole), by_layer, read)
-
-    def _state_of(self, prompts: tuple[int, ...], max_new_tokens: int) -> StateSizes:
-        key = prompts, max_new_tokens
+            read = {number: grown(size, two.read[number]) for number, size in one.read.items()}
+            return StateSizes(grown(one.whole, two.whole), grown(one.kept, two.kept), read)
         if key not in self.of_state:
-            lengths = BatchLengths(prompts, max_new_tokens)
-            numbered = {}
-            for policy in self.policies:
-                if policy.kind == "method":
-                    numbered[policy.number] = policy
-
-            def capacity_of(number: int) -> int:
-                return self.num_slots(numbered[number], lengths)
-
-            self.of_state[key] = state_sizes(
-                self.method,
-                self.model.geometry,
-                prompts,
-                max_new_tokens,
-                self.model.dtype,
-                capacity_of,
-                self.calibration,
-            )
+            self.of_state[key] = state_sizes(self, lengths)
         return self.of_state[key]
 
 

@@ -158,7 +158,7 @@ class LiveSession:
         if self.method.needs_inputs:
             return self.prefill(prompt.ids, prompt.real)
         self.clock.begin_prompt()
-        pass_tokens = workspace_tokens(prompt.real)
+        pass_tokens = max(len(prompt.real), min(PASS_TOKENS, prompt.real.numel()))
         if self.method.rereads_prompt:
             passes = planned(self.attached, self.method, prompt.ids, prompt.real)
             longest = max((reread.ids.numel() for reread in passes), default=0)
@@ -541,12 +541,6 @@ def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:
         GpuCache([1], 1, share.device).request(nothing, nothing.int(), 1)
     else:
         indices(nothing, 1)
-
-
-def workspace_tokens(real: Tensor) -> int:
-    """Tokens in a pass of a session that takes over its prompt: `PASS_TOKENS` of the prompts, or a
-    decode step's. real: bool [batch, prompt]."""
-    return max(len(real), min(PASS_TOKENS, real.numel()))
 
 
 def generate(session: LiveSession, logits: Tensor, drafts: Sequence[Draft]) -> Iterator[None]:

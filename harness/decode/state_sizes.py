@@ -8,9 +8,8 @@ tensors by them. So the bytes are those that the state would have, and nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.decode.memory import layer_bytes, tensor_bytes
+from harness.decode.share import BatchLengths
 from harness.errors import UserError
 from harness.model.budgets import FLOAT_BYTES
 from methods.base import (
@@ -32,22 +32,24 @@ from methods.base import (
 )
 from methods.evicting import EvictingState
 
+if TYPE_CHECKING:
+    from harness.decode.needs import Plan
+
 META = torch.device("meta")
 CALIBRATION_TOKENS = 1024
 """Of a calibration without numbers, as by default of one with numbers."""
 
 
-@dataclass(frozen=True)
-class StateSizes:
+class StateSizes(NamedTuple):
     """Bytes of a state after the prompt.
 
-    whole: all of it, calibration included. by_layer: of the tensors that it declares to keep, by
-    the layer's number. read: of the layer's index, by a step in the middle of the decoding
-    (`Selection.side`); where the data decides, all that is kept.
+    whole: all of it, calibration included. kept: of the tensors that it declares to keep. read: of
+    a layer's index, by a step in the middle of the decoding (`Selection.side`), by the layer's
+    number; where the data decides, all that is kept.
     """
 
     whole: int
-    by_layer: Mapping[int, int]
+    kept: int
     read: Mapping[int, int]
 
 
@@ -92,76 +94,55 @@ def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return None
 
 
-def state_sizes(
-    method: Method,
-    geometry: Geometry,
-    prompts: Sequence[int],
-    max_new_tokens: int,
-    dtype: torch.dtype,
-    capacity_of: Callable[[int], int],
-    calibration: Calibration | None = None,
-) -> StateSizes:
-    """The sizes of a method's state for sequences with prompts of these numbers of tokens.
+def state_sizes(plan: Plan, lengths: BatchLengths) -> StateSizes:
+    """The sizes of the state of a plan's method.
 
-    capacity_of: slots of a layer's store, by the layer's number. calibration: None: it is made
-    without numbers, as if of a text of `CALIBRATION_TOKENS` tokens, where one is needed. Raises
-    UserError for a method whose sizes depend on the numbers, and ValueError as `Method.new_state`.
+    A calibration that is needed and not given is made without numbers, as if of a text of
+    `CALIBRATION_TOKENS` tokens. Raises UserError for a method whose sizes depend on the numbers,
+    and ValueError as `Method.new_state`.
     """
-    if method.reads_all:
-        return StateSizes(0, {}, {})
+    if plan.method.reads_all:
+        return StateSizes(0, 0, {})
     # Masks and positions without numbers are faster; some states read how many tokens are real.
-    lengths = prompts, max_new_tokens
     for real_device in (META, torch.device("cpu")):
         try:
-            return _sizes(method, geometry, *lengths, dtype, capacity_of, calibration, real_device)
+            return _sizes(plan, lengths, real_device)
         except (NotImplementedError, RuntimeError) as error:
             if "meta" not in str(error):
                 raise
             fault = error
     raise UserError(
-        f"method {method.title}: what it keeps depends on the text, so that its memory is "
+        f"method {plan.method.title}: what it keeps depends on the text, so that its memory is "
         "known only after a prompt has run"
     ) from fault
 
 
 @torch.inference_mode()
-def _sizes(
-    method: Method,
-    geometry: Geometry,
-    prompts: Sequence[int],
-    max_new_tokens: int,
-    dtype: torch.dtype,
-    capacity_of: Callable[[int], int],
-    calibration: Calibration | None,
-    real_device: torch.device,
-) -> StateSizes:
-    batch, columns = len(prompts), max(prompts)
+def _sizes(plan: Plan, lengths: BatchLengths, real_device: torch.device) -> StateSizes:
+    method, geometry, dtype = plan.method, plan.model.geometry, plan.model.dtype
+    batch, columns = len(lengths.prompts), max(lengths.prompts)
     heads, kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
     value_dim = geometry.value_dim or head_dim
-    first = method.dense_layers
-    prompt = torch.tensor(prompts)
-    lengths = Lengths(prompt, prompt + max_new_tokens)
-    real = torch.zeros(batch, columns, dtype=torch.bool)
-    for sequence, length in enumerate(prompts):
-        real[sequence, columns - length :] = True
-    real = real.to(real_device)
+    prompt = torch.tensor(lengths.prompts)
+    real = (torch.arange(columns) >= columns - prompt[:, None]).to(real_device)
     query = torch.empty(batch, heads, columns, head_dim, dtype=dtype, device=META)
     key = torch.empty(batch, kv_heads, columns, head_dim, dtype=dtype, device=META)
     value = torch.empty(batch, kv_heads, columns, value_dim, dtype=dtype, device=META)
     with ShapesAlone():
+        calibration = plan.calibration
         if calibration is None and method.needs_calibration:
             calibration = _calibration(method, geometry, dtype)
-        state = method.new_state(geometry, lengths, calibration)
+        final = prompt + lengths.max_new_tokens
+        state = method.new_state(geometry, Lengths(prompt, final), calibration)
         if method.rereads_prompt:
             score = torch.empty(batch, kv_heads, columns, device=META)
-            numbers = range(first, geometry.num_layers)
-            state.take_scores(dict.fromkeys(numbers, score), PromptRows(real, columns))
+            state.take_scores(dict.fromkeys(plan.governed, score), PromptRows(real, columns))
         # Layers of the same slots that choose at the same time keep the same: one of them is run.
         by_layer: dict[int, int] = {}
         of_kind: dict[tuple[int, When], tuple[int, int]] = {}
         before = whole = tensor_bytes(vars(state))
-        for number in range(first, geometry.num_layers):
-            capacity = capacity_of(number)
+        for number, policy in plan.governed.items():
+            capacity = plan.num_slots(policy, lengths)
             kind = capacity, method.when_of(number)
             if kind not in of_kind:
                 if isinstance(state, EvictingState):
@@ -178,15 +159,16 @@ def _sizes(
             whole += added
         # At the end, since to select may change what the state holds.
         token = batch * kv_heads * geometry.elements * FLOAT_BYTES
+        middle = columns + lengths.max_new_tokens // 2
         read: dict[int, int] = {}
         read_of_kept: dict[tuple[int, When], int] = {}
         for number, kept in by_layer.items():
             kind = kept, method.when_of(number)
             if kind not in read_of_kept:
-                in_tokens = _index_read(state, number, columns + max_new_tokens // 2, dtype)
+                in_tokens = _index_read(state, number, middle, dtype)
                 read_of_kept[kind] = kept if in_tokens is None else round(token * in_tokens)
             read[number] = read_of_kept[kind]
-    return StateSizes(whole, by_layer, read)
+    return StateSizes(whole, sum(by_layer.values()), read)
 
 
 def _index_read(state: State, layer: int, row: int, dtype: torch.dtype) -> float | None:

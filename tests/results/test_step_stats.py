@@ -173,7 +173,7 @@ def test_the_hit_rate_is_that_of_rows_counted_one_by_one(monkeypatch, name, leng
         for _ in range(steps):
             logits = session.decode_step(logits.argmax(-1))
         stats = stats_of(session)
-        loaded = session.rows_loaded
+        loaded = int(session.traffic.loaded.num_rows)
         session.close()
     read_densely = sum(length + step for length in lengths for step in range(steps))
     read_densely *= case.method.dense_layers * attached.geometry.num_kv_heads

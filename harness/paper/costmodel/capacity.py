@@ -224,7 +224,7 @@ class Step:
         plan, shape = self.capacity.plan, self.shape
         lengths = self.capacity.lengths(batch)
         stores = plan.stores(lengths)
-        index_bytes = plan.index_bytes(lengths)
+        index_bytes = plan.state(lengths).read
         on_host = plan.placement == "host"
         link = self.platform.link_bytes_per_s
         governed = [layer for layer in plan.model.layers if layer.policy.kind == "method"]
