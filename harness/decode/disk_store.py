@@ -10,11 +10,11 @@ rows reach the disk once a block, and a row that replaces another one costs a re
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -57,7 +57,6 @@ class DiskStore(KVStore):
         self.line_blocks = -(-self.capacity * self.slot_bytes // BLOCK_BYTES)
         self.num_blocks = self.heads * self.line_blocks
         self.nbytes = self.num_blocks * BLOCK_BYTES
-        self._unit_bytes = math.gcd(self.slot_bytes, BLOCK_BYTES)
         self.is_stored = np.zeros(self.num_blocks, bool)
         self.open_blocks: Blocks = np.empty(0, np.int64)
         self.opened = np.empty((0, BLOCK_BYTES), np.uint8)
@@ -103,11 +102,7 @@ class DiskStore(KVStore):
         offsets = self._offsets(chosen)
         blocks = self._joined(self._touched(offsets))
         self._bring(blocks, np.arange(len(blocks)))
-        index = self._unit_index(blocks, offsets)
-        found = self._units(len(blocks)).index_select(0, index).view(len(chosen.slots), -1)
-        rows_of_head = rows.stride(1) // self.slot_bytes  # a buffer has room behind a head's rows
-        target = torch.from_numpy(chosen.heads * rows_of_head + chosen.targets)
-        _flat(rows).index_copy_(0, target, found)
+        rows.numpy()[self._places(chosen)] = self._rows_from(blocks)[_starts(blocks, offsets)]
 
     # Write
 
@@ -141,11 +136,7 @@ class DiskStore(KVStore):
         offsets = self._offsets(chosen)
         blocks = self._touched(offsets)
         self._bring(blocks, np.arange(len(blocks)))
-        index = self._unit_index(blocks, offsets)
-        source = torch.from_numpy(chosen.heads * rows.shape[2] + chosen.targets)
-        units = self._units(len(blocks))
-        moved = _flat(rows.contiguous()).index_select(0, source)
-        units.index_copy_(0, index, moved.view(-1, units.shape[1]))
+        self._rows_from(blocks)[_starts(blocks, offsets)] = rows.numpy()[self._places(chosen)]
         self._keep(blocks, np.zeros(len(blocks), bool))
 
     def _keep(self, blocks: Blocks, is_whole: NDArray[np.bool_]) -> None:
@@ -211,7 +202,7 @@ class DiskStore(KVStore):
     def _columns(self, num_blocks: int, num_columns: int, begin: int) -> Tensor:
         """Rows [batch, num_kv_heads, num_columns, slot_bytes] in the first blocks of the disk's
         buffer, which are parts of lines: a view from byte `begin` of each."""
-        lines = self._memory(num_blocks).view(self.heads, -1)
+        lines = torch.from_numpy(self.file.disk.buffer[:num_blocks]).view(self.heads, -1)
         rows = lines[:, begin : begin + num_columns * self.slot_bytes]
         return rows.view(self.batch, self.num_kv_heads, num_columns, self.slot_bytes)
 
@@ -222,22 +213,15 @@ class DiskStore(KVStore):
             raise IndexError(f"slot {highest} is beyond the capacity of {self.capacity} slots")
         return chosen.heads * self.line_blocks * BLOCK_BYTES + chosen.slots * self.slot_bytes
 
-    def _unit_index(self, blocks: Blocks, offsets: Bytes) -> Tensor:
-        """Where rows lie in the buffer that holds `blocks`, row by row, in `_units`: int64 [n]."""
-        places = np.searchsorted(blocks, offsets // BLOCK_BYTES) * BLOCK_BYTES
-        first_units = (places + offsets % BLOCK_BYTES) // self._unit_bytes
-        of_row = np.arange(self.slot_bytes // self._unit_bytes)
-        return torch.from_numpy((first_units[:, None] + of_row).reshape(-1))
+    def _places(self, chosen: Listed) -> tuple[Bytes, Bytes, Bytes]:
+        """Batch, KV head and row of a buffer, of each."""
+        return *np.divmod(chosen.heads, self.num_kv_heads), chosen.targets
 
-    def _units(self, num_blocks: int) -> Tensor:
-        """The first blocks of the disk's buffer in pieces of which rows and blocks are made: words,
-        int32 [n, words of a unit]."""
-        words = self._memory(num_blocks).view(torch.int32)
-        return words.view(-1, self._unit_bytes // 4)
-
-    def _memory(self, num_blocks: int) -> Tensor:
-        """The first blocks of the disk's buffer, uint8 [num_blocks, BLOCK_BYTES]."""
-        return torch.from_numpy(self.file.disk.buffer[:num_blocks])
+    def _rows_from(self, blocks: Blocks) -> NDArray[np.uint8]:
+        """The row that begins at each byte of the disk's buffer, which holds `blocks`: a view,
+        uint8 [bytes, slot_bytes]."""
+        held = self.file.disk.buffer[: len(blocks)].reshape(-1)
+        return sliding_window_view(held, self.slot_bytes, writeable=True)
 
 
 def _listed(chosen: Chosen) -> Listed:
@@ -249,11 +233,6 @@ def _listed(chosen: Chosen) -> Listed:
     return Listed(heads, slots[heads, places], targets)
 
 
-def _flat(rows: Tensor) -> Tensor:
-    """Rows [batch, num_kv_heads, n, slot_bytes] of a buffer as words, int32 [all rows, words]; room
-    behind a head's rows is among them."""
-    words = rows.view(torch.int32)
-    row_words = words.shape[-1]
-    heads = words.shape[0] * words.shape[1]
-    num_rows = (heads - 1) * (words.stride(1) // row_words) + words.shape[2]
-    return words.as_strided((num_rows, row_words), (row_words, 1))
+def _starts(blocks: Blocks, offsets: Bytes) -> Bytes:
+    """The first byte of each row in the disk's buffer, which holds `blocks`."""
+    return np.searchsorted(blocks, offsets // BLOCK_BYTES) * BLOCK_BYTES + offsets % BLOCK_BYTES

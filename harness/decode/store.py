@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -343,7 +344,7 @@ def _memcpy_2d(source: Tensor, target: Tensor) -> None:
 
 
 # Rows one by one. Under CUDA a Triton kernel reads and writes pinned host memory in place, without
-# a sync; on the CPU `index_select` is one memcpy a row.
+# a sync.
 
 
 def gather_rows(
@@ -366,36 +367,14 @@ def gather_rows(
 
         kernels.gather_rows(slots, index, rows, targets, tuning)
         return
-    _check(slots, index)
-    words, target_words = slots.view(torch.int32), rows.view(torch.int32)
-    if targets is not None:
-        _gather_to_targets(words, index, target_words, targets)
-        return
-    for head in np.ndindex(*index.shape[:2]):
-        own = index[head]
-        moving = (own >= 0).nonzero().view(-1)
-        if len(moving) == len(own):  # without an intermediate copy
-            torch.index_select(words[head], 0, own, out=target_words[head])
-        elif len(moving):
-            target_words[head].index_copy_(0, moving, words[head].index_select(0, own[moving]))
-
-
-def _gather_to_targets(words: Tensor, index: Tensor, target_words: Tensor, targets: Tensor) -> None:
-    """`gather_rows` to given rows on a CPU, all heads at once. These are few rows of each head, and
-    numpy keeps the interpreter while it copies them: a link's thread that asked for it anew after
-    every operation would wait for the computation, and the computation for it."""
-    _, num_kv_heads, capacity, row_words = words.shape
-    slots = index.numpy().reshape(-1)
-    moving = np.flatnonzero(slots >= 0)
-    head = moving // index.shape[2]
-    batch_stride, head_stride, row_stride, _ = target_words.stride()
-    first = head // num_kv_heads * batch_stride + head % num_kv_heads * head_stride
-    target = targets.numpy().reshape(-1)[moving] + first // row_words
-    source = slots[moving] + head * capacity
-    last = (target_words.shape[0] - 1) * batch_stride + (num_kv_heads - 1) * head_stride
-    num_rows = last // row_words + target_words.shape[2]
-    rows = target_words.as_strided((num_rows, row_words), (row_stride, 1)).numpy()
-    rows[target] = words.view(-1, row_words).numpy().take(source, 0)
+    # In numpy, which keeps the interpreter while it copies: a link's thread that asked for it anew
+    # after every operation would wait for the computation, and the computation for it.
+    _, num_kv_heads, capacity, _ = slots.shape
+    batch, head, row, slot = _listed(slots, index)
+    target = row if targets is None else targets.numpy()[batch, head, row]
+    words = slots.view(torch.int32).flatten(0, 2).numpy()  # `take` is one memcpy a row
+    moved = words.take((batch * num_kv_heads + head) * capacity + slot, 0)
+    rows.view(torch.int32).numpy()[batch, head, target] = moved
 
 
 def scatter_rows(
@@ -410,20 +389,19 @@ def scatter_rows(
 
         kernels.scatter_rows(slots, index, rows, tuning)
         return
-    _check(slots, index)
-    batch, num_kv_heads, capacity, _ = slots.shape
-    first = torch.arange(0, batch * num_kv_heads * capacity, capacity).view(batch, num_kv_heads, 1)
-    moving = (index >= 0).view(-1).nonzero().view(-1)
-    row_words = slots.shape[-1] // 4
-    words = slots.view(torch.int32).view(-1, row_words)
-    new_words = rows.view(torch.int32).view(-1, row_words)
-    words.index_copy_(0, (first + index).view(-1)[moving], new_words[moving])
+    batch, head, row, slot = _listed(slots, index)
+    new_words = rows.view(torch.int32).numpy()[batch, head, row]
+    slots.view(torch.int32).numpy()[batch, head, slot] = new_words
 
 
-def _check(slots: Tensor, index: Tensor) -> None:
-    capacity, largest = slots.shape[2], int(index.max()) if index.numel() else -1
-    if largest >= capacity:
+def _listed(slots: Tensor, index: Tensor) -> tuple[NDArray[np.int64], ...]:
+    """Batch, head, row and slot of each slot of `index` that is not negative, on the CPU."""
+    capacity, slot_of = slots.shape[2], index.numpy()
+    batch, head, row = np.nonzero(slot_of >= 0)
+    slot = slot_of[batch, head, row]
+    if (largest := slot.max(initial=-1)) >= capacity:
         raise IndexError(f"slot index {largest} is beyond the capacity of {capacity} slots")
+    return batch, head, row, slot
 
 
 # Lists of slots from masks, without a sync. Under CUDA each is one kernel, a program a head.
