@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from harness.decode import memory
-from harness.decode.ahead import AheadFetcher, AheadPart
-from harness.decode.cache import Fetcher, LayerCache
+from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
 from harness.decode.disk import BLOCK_BYTES, DiskFile
 from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
 from harness.decode.links import DiskLink, Link, Links, LinkUse, link_of

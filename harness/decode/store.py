@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.decode import memory
-from harness.decode.disk import DiskFile
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.config import Placement
 from methods import compiled
@@ -204,7 +203,7 @@ class KVStore:
         """True if a kernel on the device can address the slots."""
         self.slots = torch.empty(0, dtype=torch.uint8)
 
-    def allocate(self, home: PinnedSlab | DiskFile | None = None) -> KVStore:
+    def allocate(self, home: object = None) -> KVStore:
         """Make the slots and return the store.
 
         home: page-locked memory for host placement, which asynchronous transfers and kernels need

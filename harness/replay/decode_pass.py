@@ -148,15 +148,6 @@ class DecodePass(Handler):
         for begin in range(0, num_rows, size):
             yield slice(begin, min(begin + size, num_rows))
 
-    def gpu_cache(self, layer: int) -> GpuCache | None:
-        """The rows of a layer that would be on the device; None where none stay."""
-        session, shape = self.session, self.session.attached.layers[layer]
-        if session.rooms is None or not self.policies[layer].names_rows:
-            return None
-        if layer not in session.gpu_caches:
-            session.gpu_caches[layer] = GpuCache(session.rooms, shape.num_kv_heads, shape.device)
-        return session.gpu_caches[layer]
-
     def rows_on(self, device: torch.device) -> RowsOnDevice:
         """The pass's rows, copied once to each device."""
         if device not in self._on_device:
@@ -217,7 +208,8 @@ class _Block:
         self.tokens = on_device.tokens[:, : self.stop]
         self.key = decode.history.kv[layer][0][:, :, : self.stop]
         self.value = decode.history.kv[layer][1][:, :, : self.stop]
-        self.exact = decode.history.exact.get(layer)
+        leaves_exact = self.codec is not None and self.codec.residual
+        self.exact = decode.history.uncoded[layer] if leaves_exact else None
         self.softmax = self.policy.softmax
         self._scores: Tensor | None = None
         self.full: Tensor | None = None
@@ -402,7 +394,7 @@ class _Block:
                 padded=self.decode.has_padding,
             )
             selection = select(self.state, self.policy.number, rows)
-            gpu_cache = self.decode.gpu_cache(self.layer)
+            gpu_cache = self.decode.session.gpu_caches.get(self.layer)
             if gpu_cache is not None:
                 assert selection.mask is not None, "a method that names rows gives a mask"
                 self._count_hits(gpu_cache, selection.mask)

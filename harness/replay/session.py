@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,6 @@ class ReplaySession:
         self.rooms: list[int] | None = None
         self.gpu_caches: dict[int, GpuCache] = {}
         self.states: dict[torch.device, State] = {}
-        self.prompt_rows: dict[torch.device, PromptRows] = {}
         codecs: list[AnyCodec | None] = []
         for policy in self.policies:
             if self.codec is not None and policy.kind == "method":
@@ -117,19 +117,19 @@ class ReplaySession:
         self.states = new_states(self.attached, self.method, lengths, self.calibration)
         of_sequences = zip(lengths.prompt.tolist(), lengths.final.tolist(), strict=True)
         self.rooms = rooms(self.method, self.policies, self.gpu_cache, of_sequences)
+        if self.rooms is not None:
+            for layer, shape in enumerate(self.attached.layers):
+                if self.policies[layer].names_rows:
+                    cache = GpuCache(self.rooms, shape.num_kv_heads, shape.device)
+                    self.gpu_caches[layer] = cache
         positions = self.history.enter(valid)
-        num_columns = self.history.tokens.shape[1]
-        for device in self.states:
-            self.prompt_rows[device] = PromptRows(valid.to(device), num_columns)
-        states = self.states.values()
-        hidden = run_prompts(
-            self.attached, self.method, states, ids, valid, self._keep_prompt, self.model_cache
-        )
+        states, keep = self.states.values(), partial(self._keep_prompt, valid)
+        hidden = run_prompts(self.attached, self.method, states, ids, valid, keep, self.model_cache)
         pairs = float((_weights(valid, multiplicity) * (positions + 1)).sum())
         self.reads += replace(self._constants(), pairs=pairs, pairs_read=pairs)
         return hidden
 
-    def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
+    def _keep_prompt(self, valid: Tensor, layer: int, prompt: LayerPrompt) -> None:
         """A layer's prompt joins the history, and the state of the method that governs the
         layer."""
         query, key, value = prompt.query, prompt.key, prompt.value
@@ -138,7 +138,7 @@ class ReplaySession:
         if policy.kind != "method" or device not in self.states:
             return
         state = self.states[device]
-        rows = self.prompt_rows[device]._replace(inputs=prompt.inputs)
+        rows = PromptRows(valid.to(device), self.history.tokens.shape[1], prompt.inputs)
         take_prompt(state, policy.number, prompt, rows)
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,8 +14,7 @@ import pytest
 import torch
 
 from harness.decode import disk as disks
-from harness.decode.disk import BLOCK_BYTES, Disk
-from harness.decode.disk_store import DiskStore
+from harness.decode.disk import BLOCK_BYTES, Disk, DiskStore
 from harness.decode.links import DiskLink, EmulatedLink
 from harness.decode.store import RowFormat, chosen
 from harness.errors import UserError
@@ -244,19 +242,6 @@ def test_what_the_system_refuses(target, name, code, says, folder, monkeypatch):
 
     monkeypatch.setattr(target, name, refuse)
     assert says in refusal(folder)
-
-
-def test_a_file_that_may_not_be_so_large(folder):
-    code = "from harness.decode.disk import Disk; import sys; Disk(sys.argv[1]).new_file(100)"
-    limit = (64 * BLOCK_BYTES, 64 * BLOCK_BYTES)
-    done = subprocess.run(
-        [sys.executable, "-c", code, folder],
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-    )
-    assert "raise `ulimit -f`" in done.stderr.splitlines()[-1]
 
 
 def test_a_failing_disk_ends_the_run_in_one_line(folder, monkeypatch):

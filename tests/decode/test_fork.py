@@ -68,17 +68,6 @@ def test_forks_have_windows_recurrent_states_and_rings_of_their_own(family):
         require_same_as_alone(mixed(family), CASES[name], "even", "device")
 
 
-def test_only_a_method_that_evicts_while_it_decodes_has_rows_copied():
-    ids, real = token_batch(PROMPTS["even"], 0)
-    with attach(tiny("gqa")) as attached:
-        for name, is_copied in (("full", False), ("infinigen", False), ("snapkv", False), ("h2o", True)):
-            with closing(open_live(attached, CASES[name], ROOM)) as session:
-                session.prefill(ids, real)
-                with closing(session.fork()) as fork:
-                    assert bool(session._prompt_rows) == is_copied, name
-                    assert [cache.store for cache in fork.caches] == [cache.store for cache in session.caches]
-
-
 def test_what_has_decoded_is_not_forked():
     ids, real = token_batch(PROMPTS["even"], 0)
     with attach(tiny("gqa")) as attached, closing(open_live(attached, CASES["full"], ROOM)) as session:
