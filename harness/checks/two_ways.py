@@ -243,7 +243,7 @@ class Trial:
             for step in range(self.steps):
                 logits.append(session.decode_step(ids[:, columns + step]))
             decoded = result_of(session, torch.stack(logits, 1))
-            crossed = int(session.loaded_bytes)
+            crossed = int(session.traffic.loaded.num_bytes)
             slot_bytes = [store.slot_bytes for store in session.stores]
         expected, method = 0, self.setup.method
         for layer, of_slot in enumerate(slot_bytes):

@@ -285,30 +285,6 @@ class LiveSession:
         return [share.state for share in self.shares.values() if share.state is not None]
 
     @property
-    def loaded_bytes(self) -> int | Tensor:
-        """Payload bytes of the rows that the decode steps so far took from the link: every row that
-        a layer asked for and waited for, unused prefetches included. Rows that are under way for a
-        step that has not come are not among them. Under CUDA a 0-d tensor (no sync); under managed
-        placement 0, since the driver moves pages."""
-        return self.traffic.loaded.num_bytes
-
-    @property
-    def late_bytes(self) -> int | Tensor:
-        """The part of `loaded_bytes` that layers asked for by their own query, and waited for."""
-        return self.traffic.late.num_bytes
-
-    @property
-    def written_bytes(self) -> int | Tensor:
-        """Payload bytes that the decode steps so far wrote back, without the prompt's. Counted as
-        `loaded_bytes`."""
-        return self.traffic.written.num_bytes
-
-    @property
-    def disk_read_bytes(self) -> int:
-        """Bytes that a disk read in whole blocks for the rows of `loaded_bytes`."""
-        return self.traffic.block_bytes
-
-    @property
     def disk_bytes(self) -> int:
         """Bytes of the files that hold the cache."""
         homes = [share.home for share in self.shares.values()]

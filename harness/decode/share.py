@@ -128,13 +128,13 @@ class RowCount:
 
 
 class Traffic:
-    """What crosses a session's links.
+    """What crosses a session's links; nothing under managed placement: the driver moves pages.
 
-    loaded, written: rows that the decode steps took from a link and wrote back, counted in the step
-    that waits for them, so that they are exact for any run of steps. late: the rows of `loaded`
-    that a layer requested by its own query, in the layer itself. missed: with a GPU cache, those
-    that were not there when their layer selected them. block_bytes: read from a disk for the rows
-    of `loaded`, in whole blocks.
+    loaded, written: rows that the decode steps took from a link, unused prefetches included, and
+    wrote back, without the prompt's. They are counted in the step that waits for them, so that they
+    are exact for any run of steps. late: the rows of `loaded` that a layer requested by its own
+    query, in the layer itself. missed: with a GPU cache, those that were not there when their layer
+    selected them. block_bytes: read from a disk for the rows of `loaded`, in whole blocks.
     """
 
     def __init__(self, device: torch.device) -> None:

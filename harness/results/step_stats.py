@@ -108,7 +108,7 @@ def stats_of(session: LiveSession) -> StepStats:
         host_kv_bytes=session.host_bytes,
         device_kv_bytes=session.device_bytes,
         disk_kv_bytes=session.disk_bytes if session.placement == "disk" else None,
-        disk_read_bytes=session.disk_read_bytes if session.placement == "disk" else None,
+        disk_read_bytes=session.traffic.block_bytes if session.placement == "disk" else None,
         tokens_evicted=session.reads.tokens_evicted,
     )
 

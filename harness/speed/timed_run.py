@@ -355,10 +355,10 @@ def _counts(session: LiveSession, weights: StreamedWeights | None, run: TimedRun
     and for rows without a link."""
     crosses, has_link = run.placement != "managed", bool(session.links)
     return {
-        "h2d_bytes": session.loaded_bytes if crosses else None,
-        "d2h_bytes": session.written_bytes if crosses else None,
-        "late_bytes": session.late_bytes if crosses else None,
-        "disk_read_bytes": session.disk_read_bytes if run.placement == "disk" else None,
+        "h2d_bytes": session.traffic.loaded.num_bytes if crosses else None,
+        "d2h_bytes": session.traffic.written.num_bytes if crosses else None,
+        "late_bytes": session.traffic.late.num_bytes if crosses else None,
+        "disk_read_bytes": session.traffic.block_bytes if run.placement == "disk" else None,
         "weight_bytes": weights.num_bytes if weights else None,
         "device_read_bytes": session.reads.num_bytes,
         "rows_read": session.rows_read if has_link else None,

@@ -35,13 +35,13 @@ def require_same_as_alone(model, case, batch: str, placement: str, **options) ->
         for text in TEXTS:
             with closing(open_live(attached, case, ROOM, **options)) as session:
                 session.prefill(ids, real)
-                alone.append((decoded(session, text), session.reads.budget, int(session.loaded_bytes)))
+                alone.append((decoded(session, text), session.reads.budget, int(session.traffic.loaded.num_bytes)))
         with closing(open_live(attached, case, ROOM, **options)) as session:
             session.prefill(ids, real)
             for text, (logits, budget, num_bytes) in zip(TEXTS, alone, strict=True):
                 with closing(session.fork()) as fork:
                     assert torch.equal(decoded(fork, text), logits)
-                    assert (fork.reads.budget, int(fork.loaded_bytes)) == (budget, num_bytes)
+                    assert (fork.reads.budget, int(fork.traffic.loaded.num_bytes)) == (budget, num_bytes)
             assert session.steps == 0 and not session.reads.rows
             assert not any(use._transfers for use in session.link_uses), "a fork's transfers are its own"
 

@@ -231,14 +231,6 @@ def test_a_method_cannot_reread_and_have_inputs():
         replay(attached, Case(both()), PROMPTS["even"])
 
 
-def test_inputs_are_not_held_beyond_their_layer():
-    with attach(tiny("gqa")) as attached:
-        ids, real = token_batch(PROMPTS["even"], 0)
-        session = open_replay(attached, Setup(CASES["projected"].method, None, None), real)
-        session.prefill(ids, real)
-        assert all(rows.inputs is None for rows in session.prompt_rows.values())
-
-
 # What it does not take
 
 FAMILIES = {
