@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.decode import memory
 from harness.decode.disk import DiskStore
-from harness.decode.gpu_cache import GpuCache, rooms
+from harness.decode.gpu_cache import GpuCache, most_read, rooms
 from harness.decode.memory import DEFAULT_TUNING, SessionBytes, Tuning, layer_bytes, tensor_bytes
 from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
 from harness.decode.share import LAYERS_UNDER_WAY, BatchLengths
@@ -211,7 +210,10 @@ class Plan:
             numbers = [policy.number for policy in policies.values() if policy.kind == "method"]
             if numbers and self.reads_less:
                 ahead = [layer for layer in stores if policies[layer].kind == "full"]
-            selected = self._most_selected(lengths, numbers)
+            selected = 0 if numbers else lengths.columns
+            for prompt in {*lengths.prompts}:
+                final = prompt + lengths.max_new_tokens
+                selected = max(selected, most_read(self.method, numbers, prompt, final))
             of_others = []
             for layer, store in stores.items():
                 if layer in ahead:
@@ -243,17 +245,6 @@ class Plan:
             under_way=under_way,
             resident=resident,
         )
-
-    def _most_selected(self, lengths: BatchLengths, numbers: Sequence[int]) -> int:
-        """The most tokens that a KV head reads in any of these layers under the method, in any
-        step; all of them where there is none."""
-        if not numbers:
-            return lengths.columns
-        most = 0
-        for steps in range(lengths.max_new_tokens + 1):
-            for row, number in product(lengths.rows(steps), numbers):
-                most = max(most, self.method.max_tokens_read(row, number))
-        return most
 
     def _resident(
         self, layer: int, store: KVStore, lengths: BatchLengths, rooms: Sequence[int] | None
