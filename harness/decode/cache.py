@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from harness.decode.links import Link, Ticket
+from harness.decode.links import Ticket
 from harness.decode.share import DeviceShare
 from harness.decode.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
 from harness.model.dense_prompts import LayerPrompt
@@ -159,9 +159,8 @@ class AheadFetcher(Fetcher):
 
     is_ahead = True
 
-    def __init__(self, share: DeviceShare, store: KVStore, link: Link) -> None:
+    def __init__(self, share: DeviceShare, store: KVStore) -> None:
         super().__init__(share, store)
-        self.link = link
         self.buffer = share.new_buffer(store, store.capacity)
 
     def request_first(self, count: int) -> None:
@@ -172,7 +171,8 @@ class AheadFetcher(Fetcher):
         if self.fetch is None:
             self.fetch = Fetch(count, self.store.rows_in(self.buffer, count))
         columns = slice(begin, end)
-        ticket = self.link.prefetch(self.store, columns, self.fetch.rows[:, :, columns])
+        assert self.share.link is not None, "dense rows cross ahead of their layer over a link"
+        ticket = self.share.link.prefetch(self.store, columns, self.fetch.rows[:, :, columns])
         self.fetch.moving.append((ticket, (end - begin) * self.store.heads))
 
 
@@ -315,7 +315,6 @@ class LayerCache:
         query: [batch, heads, 1, head_dim]. true_scores: None for a method that names rows.
         """
         assert self.state is not None, "only a layer with a state selects"
-        take_over(self.state, self.earlier)
         own, tokens = self.slots_in_use(), self.slots()
         self.fetcher.note_tokens(tokens, self.evicts)
         rows = QueryRows(
@@ -326,7 +325,7 @@ class LayerCache:
             own_slots=self.batch.slots[..., own : own + 1],
             true_scores=true_scores or _no_scores,
         )
-        return select(self.state, self.policy.number, rows)
+        return select(self.state, self.earlier, self.policy.number, rows)
 
     # Fetch
 
@@ -425,16 +424,11 @@ class LayerCache:
         return link.write_back(store, rows, target)
 
 
-def take_over(state: State, earlier: State | None) -> None:
-    """Hand on to a state what later layers need of that of the layer before, if it lies on another
-    device."""
+def select(state: State, earlier: State | None, number: int, rows: QueryRows) -> Selection:
+    """A method's selection in a layer, checked. Raises UserError for what is wrong in a user's own
+    method. earlier: the state of the layer before, which may lie on another device."""
     if earlier is not None and earlier is not state:
         state.take_over(earlier)
-
-
-def select(state: State, number: int, rows: QueryRows) -> Selection:
-    """A method's selection in a layer, checked. Raises UserError for what is wrong in a user's own
-    method."""
     selection = state.select(number, rows)
     check_selection(selection, state, rows)
     return selection

@@ -28,8 +28,9 @@ from torch import Tensor
 from harness.decode.disk import Disk
 from harness.decode.memory import DEFAULT_TUNING, Tuning
 from harness.decode.store import Chosen, KVStore, SlotRequest
-from harness.errors import UserError
+from harness.decode.timeline import has_passed, now, seconds, wait_for
 
+CPU = torch.device("cpu")
 SLEEP_SLACK_S = 1e-4
 """time.sleep wakes some 80 us late; the rest of a wait yields the core instead."""
 TRANSFERS_KEPT = 256
@@ -55,7 +56,7 @@ class LinkUse:
 
     def begin(self) -> None:
         """The span begins now."""
-        self._since = self._until = self._link.now()
+        self._since = self._until = now(self._link.device)
         self._summed_s = 0.0
 
     def add(self, start: Any, end: Any) -> None:
@@ -64,9 +65,9 @@ class LinkUse:
 
     def mark(self) -> None:
         """The span ends now, until the next mark."""
-        if len(self._transfers) > TRANSFERS_KEPT and self._link.has_passed(self._until):
+        if len(self._transfers) > TRANSFERS_KEPT and has_passed(self._until):
             self._sum_ended()
-        self._until = self._link.now()
+        self._until = now(self._link.device)
 
     def close(self) -> None:
         """Add no further transfers. Idempotent."""
@@ -75,14 +76,14 @@ class LinkUse:
     @property
     def span_s(self) -> float:
         """Seconds of the span."""
-        self._link.wait_for(self._until)
-        return self._link.seconds(self._since, self._until)
+        wait_for(self._until)
+        return seconds(self._since, self._until)
 
     @property
     def busy_s(self) -> float:
         """Seconds of the span in which at least one transfer was under way. Drains the link."""
         self._link.drain()
-        self._link.wait_for(self._until)
+        wait_for(self._until)
         self._sum_ended()
         if not self._transfers:
             return self._summed_s
@@ -93,14 +94,13 @@ class LinkUse:
         """Sum the transfers that ended within the span."""
         while self._transfers:
             start, end = self._transfers[0]
-            if not self._link.has_passed(end) or self._link.seconds(end, self._until) < 0:
+            if not has_passed(end) or seconds(end, self._until) < 0:
                 return
             self._summed_s += self._seconds_within(start, end)
             self._transfers.popleft()
 
     def _seconds_within(self, start: Any, end: Any) -> float:
         """Seconds from `start` to `end` that are not before the span."""
-        seconds = self._link.seconds
         begin = start if seconds(self._since, start) > 0 else self._since
         return max(0.0, seconds(begin, end))
 
@@ -145,7 +145,14 @@ class Link(AbstractContextManager["Link"], ABC):
     tuning: for the stores on its host side.
     """
 
-    def __init__(self, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        *,
+        overlap: bool = True,
+        tuning: Tuning = DEFAULT_TUNING,
+    ) -> None:
+        self.device = device
         self.overlap = overlap
         self.tuning = tuning
         self.uses: tuple[LinkUse, ...] = ()
@@ -183,23 +190,6 @@ class Link(AbstractContextManager["Link"], ABC):
         use = LinkUse(self)
         self.uses = (*self.uses, use)
         return use
-
-    # The link's clock, in which a `LinkUse` counts
-
-    def now(self) -> Any:
-        """A time, as `seconds` takes it."""
-        return time.perf_counter()
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds from one time to another, below 0 if `end` is earlier. Both have passed."""
-        return end - begin
-
-    def has_passed(self, moment: Any) -> bool:
-        """Whether a time has passed."""
-        return bool(moment <= time.perf_counter())
-
-    def wait_for(self, moment: Any) -> None:
-        """Wait until a time has passed. Where it is a number, `drain` has waited."""
 
     @abstractmethod
     def start(self, move: Move, used: Sequence[Tensor]) -> Any:
@@ -249,19 +239,10 @@ def open_link(
     tuning: Tuning = DEFAULT_TUNING,
 ) -> Link:
     """The link of a device: the real one under CUDA, an emulated one of `bytes_per_s` on the CPU.
-
-    tuning: of the real one. Raises UserError for a rate that is not positive, or one given under
-    CUDA.
-    """
+    tuning: of the real one."""
     if device.type == "cuda":
-        if bytes_per_s is not None:
-            raise UserError(
-                f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: "
-                "leave it null under cuda"
-            )
         return CudaLink(device, overlap=overlap, tuning=tuning)
-    if bytes_per_s is None:
-        raise ValueError("an emulated link needs its bytes_per_s")
+    assert bytes_per_s is not None, "an emulated link has a rate"
     return EmulatedLink(bytes_per_s, overlap=overlap)
 
 
@@ -289,8 +270,6 @@ class EmulatedLink(Link):
 
     def __init__(self, bytes_per_s: float, *, overlap: bool = True) -> None:
         super().__init__(overlap=overlap)
-        if not bytes_per_s > 0:
-            raise UserError(f"link_gbps={bytes_per_s / 1e9} must be positive")
         self.bytes_per_s = bytes_per_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
@@ -383,8 +362,7 @@ class CudaLink(Link):
     def __init__(
         self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING
     ) -> None:
-        super().__init__(overlap=overlap, tuning=tuning)
-        self.device = device
+        super().__init__(device, overlap=overlap, tuning=tuning)
         # Its few programs go before the computation's next blocks.
         self.stream = torch.cuda.Stream(device, priority=-1)
 
@@ -416,18 +394,6 @@ class CudaLink(Link):
 
     def close(self) -> None:
         self.drain()  # kernels may still be reading pinned memory that is about to be freed
-
-    def now(self) -> torch.cuda.Event:
-        return _event(torch.cuda.current_stream(self.device), timed=True)
-
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return begin.elapsed_time(end) / 1e3
-
-    def has_passed(self, moment: torch.cuda.Event) -> bool:
-        return moment.query()
-
-    def wait_for(self, moment: torch.cuda.Event) -> None:
-        moment.synchronize()
 
 
 def _event(stream: torch.cuda.Stream, *, timed: bool) -> torch.cuda.Event:

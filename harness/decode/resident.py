@@ -50,7 +50,6 @@ class ValuesCache(LayerCache):
         fetcher: Fetcher,
     ) -> None:
         super().__init__(policy, share, store, state, method, fetcher)
-        self.holder, self.sizes = state, method
         self.keys = self.values = self.fetched_keys = torch.empty(0)
         self.present = torch.empty(0, dtype=torch.bool)
         self.num_prompt = 0
@@ -58,9 +57,9 @@ class ValuesCache(LayerCache):
     def keep_prompt(self, prompt: LayerPrompt) -> None:
         super().keep_prompt(prompt)
         key, value = prompt.key, prompt.value
-        mask = resident_of(self.holder, self.policy.number, key)
+        mask = resident_of(self.state, self.policy.number, key)
         rows = self.batch.rows(0)
-        most = max(self.sizes.tokens_resident(row, self.policy.number) for row in rows)
+        most = max(self.method.tokens_resident(row, self.policy.number) for row in rows)
         slots, _ = indices(mask, most)
         index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
         room = (0, 0, 0, self.batch.max_new_tokens)
@@ -82,7 +81,7 @@ class ValuesCache(LayerCache):
 
     def request_rows(self, selection: Selection) -> Tensor:
         slots = super().request_rows(selection)
-        self.fetched_keys = rebuilt(self.holder, self.policy.number, slots)  # beside the transfer
+        self.fetched_keys = rebuilt(self.state, self.policy.number, slots)  # beside the transfer
         return slots
 
     def parts(self, fetch: Fetch) -> list[KeyValue]:

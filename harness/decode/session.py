@@ -83,8 +83,7 @@ class LiveSession:
     ) -> None:
         check_combination(method, placement, gpu_cache)
         crosses = placement in BEHIND_LINK
-        if crosses and link is None:
-            raise ValueError(f"placement={placement}: needs a link")
+        assert link is not None or not crosses, "rows behind a link need it"
         if placement == "managed" and len(attached.devices) > 1:
             raise UserError(
                 "placement=managed: the model lies on several devices; allowed there: device, host"
@@ -388,8 +387,7 @@ class LiveSession:
     def _open(self, real: Tensor, pass_tokens: int, activations: int) -> None:
         """Make what decoding needs, after asking whether it fits. pass_tokens: tokens of the
         prompts that pass a layer together; activations: bytes that the pass takes."""
-        if self.stores:
-            raise RuntimeError("a session prefills once")
+        assert not self.stores, "a session prefills once"
         attached, method = self.attached, self.method
         self.activations = activations
         attached.require_length(real.shape[1] + self.max_new_tokens)
@@ -444,8 +442,8 @@ class LiveSession:
                 caches[layer] = LocalCache(policy, share.batch)
                 continue
             store = stores[layer]
-            if share.link is not None and layer in needs.ahead:
-                ahead.append(AheadFetcher(share, store, share.link))
+            if layer in needs.ahead:
+                ahead.append(AheadFetcher(share, store))
                 caches[layer] = self._new_cache(share, policy, store, ahead[-1])
                 continue
             if share.rooms is not None and policy.names_rows:

@@ -208,7 +208,6 @@ class KVStore:
 
         home: page-locked memory for host placement, which asynchronous transfers and kernels need
         under CUDA. Without it the slots lie in pageable memory, from which every transfer waits.
-        Raises UserError where they do not fit.
         """
         shape = self.batch, self.num_kv_heads, self.capacity, self.slot_bytes
         if isinstance(home, PinnedSlab):
@@ -216,9 +215,8 @@ class KVStore:
         elif self.placement == "managed":
             self.slots = memory.managed_empty(shape, self.device)
         else:
-            home = self.device if self.placement == "device" else torch.device("cpu")
-            memory.require_memory(self.nbytes, home)
-            self.slots = torch.empty(shape, dtype=torch.uint8, device=home)
+            where = self.device if self.placement == "device" else torch.device("cpu")
+            self.slots = torch.empty(shape, dtype=torch.uint8, device=where)
         return self
 
     def free(self) -> None:

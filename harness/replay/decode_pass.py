@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.decode.cache import select, take_over
+from harness.decode.cache import select
 from harness.decode.gpu_cache import GpuCache
 from harness.decode.reads import LayerRead
 from harness.model.attention import (
@@ -49,7 +49,7 @@ class DecodePass(Handler):
     """Teacher-forced rows, each reading what the policy of its layer says, and itself.
 
     positions, valid: [batch, rows]. counts: what the rows read. predicted: by layer, queries made
-    in the layer before.
+    in the layer before. latest: the state of the last layer that selected.
     """
 
     def __init__(self, session: ReplaySession, positions: Tensor, valid: Tensor) -> None:
@@ -67,7 +67,7 @@ class DecodePass(Handler):
         )
         self.predicted: dict[int, Tensor] = {}
         self._on_device: dict[torch.device, RowsOnDevice] = {}
-        self._latest: State | None = None
+        self.latest: State | None = None
 
     def predicts(self, layer: int) -> bool:
         return bool(self.session.states) and self.policies[layer].is_predicted
@@ -85,8 +85,6 @@ class DecodePass(Handler):
         is_selecting = policy.kind == "method" and not self.session.reads_everything
         state = self.session.states.get(device) if is_selecting else None
         if state is not None:
-            take_over(state, self._latest)
-            self._latest = state
             state.append(policy.number, key, value, tokens[:, columns], columns)
         if not is_selecting:
             return self._attend_to_all(layer, query, self.history.kv[layer])
@@ -101,6 +99,7 @@ class DecodePass(Handler):
             outputs.append(block.attend_to_selection(key[:, :, rows], value[:, :, rows]))
             if block.full is not None:
                 full_outputs.append(block.full)
+        self.latest = state or self.latest
         output = torch.cat(outputs, 1)
         if self.session.measure_errors:
             if full_outputs:
@@ -393,7 +392,7 @@ class _Block:
                 true_scores=lambda: self._true_scores(exact),
                 padded=self.decode.has_padding,
             )
-            selection = select(self.state, self.policy.number, rows)
+            selection = select(self.state, self.decode.latest, self.policy.number, rows)
             gpu_cache = self.decode.session.gpu_caches.get(self.layer)
             if gpu_cache is not None:
                 assert selection.mask is not None, "a method that names rows gives a mask"

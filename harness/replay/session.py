@@ -110,8 +110,7 @@ class ReplaySession:
         multiplicity: int [batch], how many requests share a sequence (1 by default). Returns final
         hidden states [batch, prompt, hidden_size].
         """
-        if self.history.length:
-            raise RuntimeError("prefill runs once, before any decode row")
+        assert not self.history.length, "prefill runs once, before any decode row"
         self.attached.require_even(valid)
         lengths = Lengths(valid.sum(-1), self.final_lengths)
         self.states = new_states(self.attached, self.method, lengths, self.calibration)
@@ -151,8 +150,7 @@ class ReplaySession:
         ids: int [batch, rows]; valid: bool alike, False for the padding on the right. Returns
         hidden states [batch, rows, hidden_size], where padding holds nothing of meaning.
         """
-        if not self.history.length:
-            raise RuntimeError("decode rows need a prompt: call prefill first")
+        assert self.history.length, "decode rows need a prompt"
         positions = self.history.enter(valid)
         rows = DecodePass(self, positions, valid)
         hidden = self.attached.forward(ids, positions, rows, self.model_cache, valid)

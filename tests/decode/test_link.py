@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.decode.links import EmulatedLink, open_link
+from harness.decode.links import EmulatedLink
 from harness.decode.store import chosen
-from harness.errors import UserError
 from tests.living import Crossed, make_store
 
 BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
@@ -148,13 +147,6 @@ def test_a_worker_that_dies_raises_instead_of_hanging_and_a_closed_link_takes_no
     link.close()
     with pytest.raises(RuntimeError, match="the link is closed"):
         prefetch(link, store, 1)
-
-
-def test_a_rate_is_for_the_emulated_link_and_never_left_out_there():
-    with pytest.raises(UserError, match=r"link_gbps=2\.5 sets the emulated link of a CPU: leave it null under cuda"):
-        open_link(torch.device("cuda"), bytes_per_s=2.5e9)
-    with pytest.raises(ValueError, match="needs its bytes_per_s"):
-        open_link(torch.device("cpu"))
 
 
 def test_a_thread_that_begins_under_a_link_has_the_cores_of_the_others():

@@ -5,6 +5,7 @@ import statistics
 import time
 from dataclasses import fields
 from itertools import count, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,46 +46,24 @@ def test_times_of_five_steps_by_hand():
     assert times_of(0.5, [], batch_size=1) == StepTimes(ttft_s=0.5, decode_s=0.0)
 
 
-class MadeUpLink:
-    """A link whose clock is set by hand."""
-
-    def __init__(self) -> None:
-        self.at = 0.0
-        self.waits = 0
-
-    def now(self) -> float:
-        return self.at
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-    def has_passed(self, moment: float) -> bool:
-        return moment <= self.at
-
-    def wait_for(self, moment: float) -> None:
-        self.waits += 1
-
-    def drain(self) -> None:
-        self.waits += 1
-
-
 @pytest.mark.parametrize("kept", [256, 0])
 def test_a_link_is_busy_while_a_transfer_lies_in_the_span(monkeypatch, kept):
     """kept: sums as it goes or at the end. The second transfer begins before the span and the last ends after it."""
     monkeypatch.setattr("harness.decode.links.TRANSFERS_KEPT", kept)
-    link = MadeUpLink()
-    use = LinkUse(link)
-    link.at = 10.0
+    waits, clock = [], SimpleNamespace(at=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.at)
+    use = LinkUse(SimpleNamespace(device=torch.device("cpu"), drain=lambda: waits.append("drain")))
+    clock.at = 10.0
     use.begin()
     for start, end in ((7.0, 8.0), (9.0, 11.0), (12.0, 13.0), (13.0, 13.5)):
         use.add(start, end)
     for moment in (14.0, 15.0):
-        link.at = moment
+        clock.at = moment
         use.mark()
     use.add(14.5, 16.0)
     use.add(16.0, 18.0)
-    link.at = 20.0
-    assert link.waits == 0
+    clock.at = 20.0
+    assert not waits
     assert use.busy_s == pytest.approx(1.0 + 1.5 + 0.5) and use.span_s == 5.0
     assert use.busy_s == pytest.approx(3.0), "as often as one asks"
     use.mark()  # a step later
