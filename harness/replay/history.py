@@ -130,42 +130,24 @@ class History:
 
     def fork(self, index: Tensor, num_columns: int) -> History:
         """The sequences `index` [new_batch], with room for `num_columns`."""
-        child = copy(self)
-        child.tokens = self._widened(self.tokens, index, 1, num_columns, EMPTY)
-        child.last_queries = _sequences(self.last_queries, index)
-        child.resident = _sequences(self.resident, index)
+        child, used = copy(self), slice(0, self.length)
+        child.tokens = self.tokens.new_full((len(index), num_columns), EMPTY)
+        child.tokens[:, used] = self.tokens[index.to(self.tokens.device), used]
+        for name in ("last_queries", "resident"):
+            of_layers = getattr(self, name).items()
+            taken = {
+                layer: each.index_select(0, index.to(each.device)) for layer, each in of_layers
+            }
+            setattr(child, name, taken)
         for name in ("kv", "uncoded"):
             rows = {}
             for layer, kv in getattr(self, name).items():
-                rows[layer] = self._widened_rows(layer, kv, index, num_columns)
+                rows[layer] = self._new_rows(layer, len(index), num_columns)
+                for new, old in zip(rows[layer], kv, strict=True):
+                    on_device = index.to(old.device)
+                    torch.index_select(old[:, :, used], 0, on_device, out=new[:, :, used])
             setattr(child, name, rows)
         return child
-
-    def _widened_rows(
-        self, layer: int, kv: tuple[Tensor, Tensor], index: Tensor, num_columns: int
-    ) -> tuple[Tensor, Tensor]:
-        keys = self._widened(kv[0], index, 2, num_columns, 0)
-        if self._layers[layer].latent is not None:
-            return keys, keys[..., : kv[1].shape[3]]
-        return keys, self._widened(kv[1], index, 2, num_columns, 0)
-
-    def _widened(
-        self, tensor: Tensor, index: Tensor, axis: int, num_columns: int, fill: int
-    ) -> Tensor:
-        used = tensor.narrow(axis, 0, self.length)
-        shape = list(used.shape)
-        shape[0], shape[axis] = len(index), num_columns
-        wide = tensor.new_full(shape, fill) if fill else tensor.new_empty(shape)
-        torch.index_select(used, 0, index.to(used.device), out=wide.narrow(axis, 0, self.length))
-        return wide
-
-
-def _sequences(by_layer: dict[int, Tensor], index: Tensor) -> dict[int, Tensor]:
-    """The sequences `index` of each layer's tensor."""
-    taken = {}
-    for layer, tensor in by_layer.items():
-        taken[layer] = tensor.index_select(0, index.to(tensor.device))
-    return taken
 
 
 class RowsOnDevice(NamedTuple):
