@@ -203,8 +203,8 @@ class AheadPart:
 class LayerCache:
     """The cache of one layer that sees every token.
 
-    Given: policy; share: the fields of its device; store; state: the method's, None in a layer that
-    reads everything; method; fetcher.
+    Given: policy; fetcher, whose share and store it has; state: the method's, None in a layer that
+    reads everything; method.
     Derived from them: evicts: the method evicts tokens. names_rows: `select` runs before the fetch
     and decides what is fetched. is_predicted: a query of the layer is made in the previous layer.
     is_fused: attention is one fused call over the fetched rows with the own row behind them, since
@@ -217,14 +217,9 @@ class LayerCache:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        share: DeviceShare,
-        store: KVStore,
-        state: State | None,
-        method: Method,
-        fetcher: Fetcher,
+        self, policy: Policy, fetcher: Fetcher, state: State | None, method: Method
     ) -> None:
+        share, store = fetcher.share, fetcher.store
         self.policy = policy
         self.share = share
         self.batch = share.batch

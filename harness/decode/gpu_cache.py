@@ -124,10 +124,11 @@ class GpuCacheFetcher(Fetcher):
 
     keeps_rows = True
 
-    def __init__(self, share: DeviceShare, store: KVStore, rooms: Sequence[int]) -> None:
+    def __init__(self, share: DeviceShare, store: KVStore) -> None:
         super().__init__(share, store)
-        self.gpu_cache = GpuCache(rooms, store.num_kv_heads, share.device)
-        self.buffer = share.new_buffer(store, max(rooms))
+        assert share.rooms is not None, "rows have room there"
+        self.gpu_cache = GpuCache(share.rooms, store.num_kv_heads, share.device)
+        self.buffer = share.new_buffer(store, max(share.rooms))
         self.tokens = share.batch.tokens[:, None]
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.decode.cache import Fetch, Fetcher, LayerCache
-from harness.decode.share import BatchLengths, DeviceShare, TokenBatch
+from harness.decode.share import BatchLengths, TokenBatch
 from harness.decode.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
 from harness.model.dense_prompts import LayerPrompt
@@ -40,16 +40,8 @@ class ValuesCache(LayerCache):
 
     state: State
 
-    def __init__(
-        self,
-        policy: Policy,
-        share: DeviceShare,
-        store: KVStore,
-        state: State,
-        method: Method,
-        fetcher: Fetcher,
-    ) -> None:
-        super().__init__(policy, share, store, state, method, fetcher)
+    def __init__(self, policy: Policy, fetcher: Fetcher, state: State, method: Method) -> None:
+        super().__init__(policy, fetcher, state, method)
         self.keys = self.values = self.fetched_keys = torch.empty(0)
         self.present = torch.empty(0, dtype=torch.bool)
         self.num_prompt = 0
@@ -111,16 +103,9 @@ class ResidualCache(LayerCache):
     packed, with all rows of its key's group, so that fetched rows decode by themselves.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        share: DeviceShare,
-        store: KVStore,
-        codec: SplitCodec,
-        method: Method,
-        fetcher: Fetcher,
-    ) -> None:
-        super().__init__(policy, share, store, None, method, fetcher)
+    def __init__(self, policy: Policy, fetcher: Fetcher, codec: SplitCodec, method: Method) -> None:
+        super().__init__(policy, fetcher, None, method)
+        store = self.store
         self.is_fused = self.attends_by_kernels = False  # the ring lies between
         self.codec = codec
         self.ring_rows = self.num_ring_rows(codec)

@@ -111,7 +111,7 @@ class LiveSession:
         self.caches: list[LayerCache | LocalCache] = []
         self.stores: list[KVStore] = []
         self.parts: dict[LayerCache, AheadPart] = {}
-        self.reads = self._new_reads()
+        self.reads = StepReads(attached, method, self.codec)
         self.clock = StepClock(attached.device)
         self.link_uses: list[LinkUse] = []
         self.model_cache = attached.new_cache()
@@ -119,15 +119,6 @@ class LiveSession:
         self.activations = 0
         self.is_fork = False
         self._prompt_rows: dict[KVStore, Tensor] = {}
-
-    def _new_reads(self) -> StepReads:
-        return StepReads(
-            self.attached.geometry,
-            self.method,
-            self.codec,
-            element_bytes=self.attached.dtype.itemsize,
-            device=self.attached.devices[0],
-        )
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
@@ -229,7 +220,7 @@ class LiveSession:
         of_layers = self.shares, self.caches, self.parts
         child.shares, child.caches, child.parts = deepcopy(of_layers, memo)
         child.model_cache = self.model_cache.fork(torch.arange(len(self.batch.prompts)))
-        child.reads = self._new_reads()
+        child.reads = StepReads(self.attached, self.method, self.codec)
         child.reads.slot_bytes = self.reads.slot_bytes
         child.clock = StepClock(self.attached.device)
         child.link_uses = [link.open_use() for link in self.links]
@@ -444,13 +435,11 @@ class LiveSession:
             store = stores[layer]
             if layer in needs.ahead:
                 ahead.append(AheadFetcher(share, store))
-                caches[layer] = self._new_cache(share, policy, store, ahead[-1])
+                caches[layer] = self._new_cache(policy, ahead[-1])
                 continue
-            if share.rooms is not None and policy.names_rows:
-                fetcher: Fetcher = GpuCacheFetcher(share, store, share.rooms)
-            else:
-                fetcher = Fetcher(share, store)
-            others.append(self._new_cache(share, policy, store, fetcher))
+            has_gpu_cache = share.rooms is not None and policy.names_rows
+            fetcher = (GpuCacheFetcher if has_gpu_cache else Fetcher)(share, store)
+            others.append(self._new_cache(policy, fetcher))
             caches[layer] = others[-1]
         if ahead:
             for number, cache in enumerate(others):
@@ -479,16 +468,14 @@ class LiveSession:
         if share.device.type == "cuda":
             _compile_kernels(share, [*stores.values()])
 
-    def _new_cache(
-        self, share: DeviceShare, policy: Policy, store: KVStore, fetcher: Fetcher
-    ) -> LayerCache:
-        state = share.state if policy.kind == "method" else None
-        method, codec = self.method, store.codec
+    def _new_cache(self, policy: Policy, fetcher: Fetcher) -> LayerCache:
+        state = fetcher.share.state if policy.kind == "method" else None
+        method, codec = self.method, fetcher.store.codec
         if isinstance(codec, SplitCodec) and codec.residual:
-            return ResidualCache(policy, share, store, codec, method, fetcher)
+            return ResidualCache(policy, fetcher, codec, method)
         if state is not None and method.keeps_keys:
-            return ValuesCache(policy, share, store, state, method, fetcher)
-        return LayerCache(policy, share, store, state, method, fetcher)
+            return ValuesCache(policy, fetcher, state, method)
+        return LayerCache(policy, fetcher, state, method)
 
     def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
         """Hand a layer's prompt to its cache, with few layers' rows on their way to the host."""

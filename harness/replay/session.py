@@ -93,13 +93,8 @@ class ReplaySession:
                 codecs.append(codec_at(self.codec, policy.number))
             else:
                 codecs.append(None)
-        self.history = History(
-            attached,
-            codecs,
-            len(final_lengths),
-            num_columns,
-            keeps_uncoded=measure_errors,
-        )
+        batch = len(final_lengths)
+        self.history = History(attached, codecs, batch, num_columns, keeps_uncoded=measure_errors)
         self.model_cache = attached.new_cache()
         self.reads = self._constants()
 
@@ -246,21 +241,11 @@ class Setup:
     ) -> ReplaySession:
         """A fresh replay session. options: of `ReplaySession`."""
         lengths = {"final_lengths": final_lengths, "num_columns": num_columns}
-        return ReplaySession(attached, self.method, **(self._options | lengths | options))
+        return ReplaySession(attached, **(vars(self) | lengths | options))
 
     def live(self, attached: Attached, max_new_tokens: int, **options: Any) -> LiveSession:
         """A fresh live session. options: of `LiveSession`."""
-        given = self._options | {"max_new_tokens": max_new_tokens} | options
-        return LiveSession(attached, self.method, **given)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """Of either session."""
-        return {
-            "codec": self.codec,
-            "calibration": self.calibration,
-            "gpu_cache": self.gpu_cache,
-        }
+        return LiveSession(attached, **(vars(self) | {"max_new_tokens": max_new_tokens} | options))
 
 
 def _weights(valid: Tensor, multiplicity: Tensor | None) -> Tensor:
