@@ -113,12 +113,6 @@ def _why_no_prediction(model: Any, decoder: Decoder, ids: Tensor, tolerance: flo
     except RuntimeError as error:
         reraise_out_of_memory(error)
         return "the layer before has no input that it could be made of"
-    if not off <= tolerance and any(layer.unused for layer in decoder.layers):
-        # A submodule may matter though no derivative passes through it.
-        for layer in decoder.layers:
-            layer.query_modules = (*layer.query_modules, *layer.unused)
-            layer.unused = {}
-        off = early_difference(model, decoder, ids)
     if off <= tolerance:
         return None
     return f"a query made ahead of its layer is off by {off:.1e} of the largest"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
@@ -192,28 +191,6 @@ def test_a_sequence_runs_up_to_the_length_at_which_rotary_frequencies_change(kin
 
 
 # What is given up before a model is refused
-
-
-class ChoosesBySign(nn.Module):
-    """A query projection to which no derivative leads from a module that decides its sign."""
-
-    def __init__(self, query: nn.Module) -> None:
-        super().__init__()
-        self.query, self.decides = query, nn.Linear(64, 8)
-
-    def forward(self, hidden):
-        return self.query(hidden) * (1.5 + self.decides(hidden).mean(-1, keepdim=True).detach().sign())
-
-
-def test_a_query_that_is_decided_without_a_derivative_is_made_in_full():
-    """The submodules that no derivative passes through are left out of predictions, unless the query is wrong then."""
-    model = llama()
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = ChoosesBySign(layer.self_attn.q_proj).requires_grad_(False)
-    with attach(model) as attached:
-        assert attached.decoder.no_prediction is None
-        assert all("q_proj.decides" in layer.query_modules for layer in attached.layers)
-    run_one(model, CASES["infinigen"])
 
 
 def test_latents_that_do_not_stand_for_the_keys_are_stored_expanded(monkeypatch):
