@@ -24,7 +24,6 @@ from harness.model.calls import (
     options_of,
     refusal,
     replaced_forward,
-    uncopied,
 )
 from harness.model.decoder import Decoder
 from harness.model.dense_prompts import DensePrompts
@@ -46,10 +45,6 @@ ELSEWHERE = (
     "the model is attached to a KV-cache method, and its decoder cannot be called by itself: "
     "inside harness.attach call the model or its generate, elsewhere wait until the run that "
     "attached it has ended"
-)
-IS_COPIED = (
-    "the model is attached to a KV-cache method, and a copy or pickle of it would hold on to that "
-    "cache; copy it before, or after the block or run that attached it"
 )
 
 
@@ -479,5 +474,4 @@ def attached_unchecked(
         attached.attention_name = stack.enter_context(
             attention_function(decoder.stack, attached._attend)
         )
-        stack.enter_context(uncopied(model, IS_COPIED))
         yield attached
