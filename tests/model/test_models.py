@@ -25,7 +25,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from harness import files
@@ -34,7 +33,7 @@ from harness.data.text import offline_text, start_ids, token_ids
 from harness.errors import UserError
 from harness.model import source
 from harness.model.gguf_config import Metadata, with_metadata
-from harness.model.gguf_tokenizer import SPLITS, follow_metadata
+from harness.model.gguf_tokenizer import follow_metadata
 from harness.model.load import (
     from_memory,
     load_model,
@@ -498,12 +497,6 @@ PIECES = {
     "tekken": "It|'s| |1|2|3|4|5|'LL|\n\n|9| caf\xe9|Time|,| (|x|)\n| | y|=$|2|;|\t\u092c\u093eab",
     "gpt-4o": "It's| |123|45|'LL|\n\n|9| caf\xe9|Time|,| (|x|)\n| | y|=$|2|;|\t\u092c\u093eab",
     "deepseek-coder": "It|'|s| |1|2|3|4|5|'|LL|\n|\n|9| caf\xe9Time|,| (|x|)|\n| | y|=$|2|;|\t|\u092c|\u093e|ab",
-    "deepseek-v3": "It|'s| |123|45|'LL|\n\n|9| caf\xe9Time|,| (|x|)\n| | y|=$|2|;|\t\u092c\u093eab",
-    "seed-coder": "It|'s| |1|2|3|4|5|'LL|\n\n|9| caf\xe9Time|,| (|x|)|\n| | y|=$|2|;|\t\u092c|\u093eab",
-    "bailingmoe": "It|'s| |1|2|3|4|5|'LL|\n\n|9| caf\xe9Time|,| (|x|)\n| | y|=$|2|;|\t\u092c|\u093eab",
-    "bloom": "It's| 12345'LL|\n\n|9| caf\xe9Time|, (|x|)\n | y=$2;|\t|\u092c\u093eab",
-    "viking": "It's| |1|2|3|4|5|'LL|\n\n|9| caf\xe9Time|, (|x|)\n | y=$|2|;|\t|\u092c\u093eab",
-    "falcon": "It|'|s| |123|45|'|LL|\n|\n|9| caf\xe9Time|,| |(|x|)|\n | y|=$|2|;|\t|\u092c|\u093e|ab",
     "default": "It|'|s| |123|45|'|LL|\n|\n|9| caf\xe9Time|,| |(|x|)|\n | y|=$|2|;|\t|\u092c|\u093e|ab",
 }
 """How `SPLIT_TEXT` is split, by a name of each split. Its last letters are Devanagari, the second a vowel sign."""
@@ -523,12 +516,6 @@ def test_a_gguf_splits_texts_as_it_says(pre, tmp_path):
         assert tokenizer.tokenize("abc") == (["abc"] if pre in STARTING else ["ab", "c"])
         is_composed = tokenizer("e\u0301").input_ids == tokenizer("\xe9").input_ids
         assert is_composed == (pre in ("qwen2", "qwen35")), "as in Qwen's own tokenizer"
-
-
-def test_all_names_of_splits():
-    assert {SPLITS[name] for name in PIECES} == {*SPLITS.values()}
-    for name, regex in GGUF_PRE_TOKENIZER_SPLITS.items():
-        assert name not in SPLITS or SPLITS[name].regexes == (regex,), "as transformers has it"
 
 
 def test_a_gguf_says_whether_texts_start_with_a_token(tmp_path):
