@@ -14,10 +14,9 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import UserError, missing, reason, refused
+from harness.errors import UserError, refused
 from harness.model import source
 from harness.model.random_ids import RandomIds
 from harness.model.shape import NESTED, SIZES, as_config, require_room, size
@@ -99,7 +98,7 @@ def _of_random_weights(
     start = described.bos_token_id
     has_start = isinstance(start, int) and 0 <= start < described.vocab_size
     random_ids = RandomIds(described.vocab_size, start if has_start else None)
-    model = _random(config, described, devices, dtype).eval().requires_grad_(False)
+    model = _random(config, described, devices[0], dtype).eval().requires_grad_(False)
     return LoadedModel(
         model, tokenizer, config.name, max_length_of(model.config), random_ids=random_ids
     )
@@ -183,69 +182,30 @@ def _placement(config: ModelConfig) -> tuple[list[torch.device], torch.dtype]:
 def require_kernels(device: str = "cuda") -> None:
     """Raise UserError where Triton cannot launch kernels on the GPU. It builds its launcher with a
     C compiler, which a machine that only runs programs may lack, and would say so minutes later."""
-    try:
+    why = "Triton cannot build its launcher, for which it needs a C compiler, Python's headers"
+    with refused(f"model.device={device}: {why} (python3-dev) and libcuda.so; allowed: cpu"):
         from triton.runtime import driver
 
         _ = driver.active.utils
-    except ImportError as error:
-        raise UserError(f"model.device={device}: {missing(error)}; allowed: cpu") from error
-    except (RuntimeError, AssertionError, OSError, SubprocessError) as error:
-        raise UserError(
-            f"model.device={device}: Triton cannot build its launcher ({reason(error)}); it needs "
-            "a C compiler, Python's headers (python3-dev) and libcuda.so; allowed without them: cpu"
-        ) from error
-
-
-def _require_on_devices(name: str, left: Sequence[str]) -> None:
-    """Raise UserError where accelerate left modules or weights in host memory or on disk: every
-    pass would fetch them, unseen by the measurement."""
-    if left:
-        raise UserError(
-            f"model.device=map: model {name} leaves {len(left)} of its parts, such as {left[0]}, "
-            "in host memory or on disk; choose a smaller model, model.dtype=bfloat16, or more CUDA "
-            "devices"
-        )
 
 
 # Weights
 
 
 def _random(
-    config: ModelConfig,
-    described: PreTrainedConfig,
-    devices: Sequence[torch.device],
-    dtype: torch.dtype,
+    config: ModelConfig, described: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    what = f"model {config.name}"
-    require_room(what, described, dtype, devices)
-    device = devices[0]
-    if config.device == "map":  # made in host memory
-        device = torch.device("cpu")
-        require_room(what, described, dtype, [device])
+    if config.device == "map":
+        raise UserError("model.device=map: needs model.weights=pretrained; allowed: auto, cuda")
+    require_room(f"model {config.name}", described, dtype, [device])
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             described, dtype=dtype, attn_implementation=_attention(described)
         )
-    if config.device == "map":
-        _spread(config.name, model)
-    return model
-
-
-def _spread(name: str, model: PreTrainedModel) -> None:
-    """Move a model from host memory to all CUDA devices, as `device_map="auto"` places one."""
-    from accelerate import dispatch_model, infer_auto_device_map
-    from accelerate.utils import get_balanced_memory
-
-    whole = sorted(model._no_split_modules or ())
-    room = get_balanced_memory(model, no_split_module_classes=whole)
-    device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
-    left = [module for module, place in device_map.items() if place in ("cpu", "disk")]
-    _require_on_devices(name, left)
-    dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
 
 
 def _attention(described: PreTrainedConfig) -> str:
@@ -287,10 +247,13 @@ def _pretrained(
             output_loading_info=True,
             **options,
         )
-    weights = dict(model.named_parameters())
-    if config.device == "map":
-        left = [name for name, weight in weights.items() if not weight.is_cuda]
-        _require_on_devices(config.name, left)
+    left = [name for name, weight in model.named_parameters() if not weight.is_cuda]
+    if config.device == "map" and left:  # every pass would fetch them, unseen by the measurement
+        raise UserError(
+            f"model.device=map: model {config.name} leaves {len(left)} of its weights, such as "
+            f"{left[0]}, in host memory or on disk; choose a smaller model, model.dtype=bfloat16, "
+            "or more CUDA devices"
+        )
     mismatched = [name for name, *_ in report["mismatched_keys"]]
     lacking = sorted([*report["missing_keys"], *mismatched])
     if lacking:
@@ -298,7 +261,6 @@ def _pretrained(
             f"model {config.name}: {directory} lacks {len(lacking)} weights of the shape in its "
             f"config.json, such as {lacking[0]}"
         )
-    _require_finite(config, weights)
     return model
 
 
@@ -311,22 +273,6 @@ def _require_plain_weights(name: str, mapping: Mapping[str, Any]) -> None:
         raise UserError(
             f"model {name}: its weights are quantized ({method}), which is not supported; choose "
             "its checkpoint in float16 or bfloat16, or a GGUF"
-        )
-
-
-def _require_finite(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
-    import torch
-
-    device = next(iter(weights.values())).device
-    bounds = []
-    for weight in weights.values():
-        bounds.append(torch.stack(torch.aminmax(weight)).float().to(device))
-    is_finite = torch.stack(bounds).isfinite().all(1).tolist()
-    odd = [name for name, finite in zip(weights, is_finite, strict=True) if not finite]
-    if odd:
-        raise UserError(
-            f"model {config.name}: {len(odd)} of its weights are not finite in {config.dtype}, "
-            f"such as {odd[0]}"
         )
 
 
@@ -364,7 +310,7 @@ def tokenizer_of_random(
         path = Path(config.path)
         directory = path if path.is_dir() else path.parent
     elif config.hub_id:
-        directory = next(source.cached_snapshots(config.hub_id), None)
+        directory = source.cached_snapshot(config.hub_id)
     elif config.name == source.PACKAGED_NAME and importlib.util.find_spec(source.PACKAGE):
         directory = source.folder(config)
     if directory is None:
@@ -384,13 +330,9 @@ def _tokenizer(
     # A family's own class would split texts its own way, whatever the file says.
     is_copy = directory.parent == source.copies_dir()
     reader = PreTrainedTokenizerFast if is_copy else AutoTokenizer
-    files = {path.name for path in directory.iterdir()}
-    why = f"model {config.name}: the tokenizer in {directory} cannot be loaded"
-    if "tokenizer.model" in files and "tokenizer.json" not in files:
-        why += ": tokenizer.model needs the Python package sentencepiece; or add a tokenizer.json"
-    with refused(why):
-        tokenizer = reader.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     what = f"model {config.name}: the tokenizer in {directory}"
+    with refused(f"{what} cannot be loaded"):
+        tokenizer = reader.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     try:
         _require_embeddings(what, tokenizer, num_embeddings)
     except UserError:

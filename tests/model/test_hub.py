@@ -104,7 +104,7 @@ def refused(hub_id: str = ID) -> str:
 
 
 def test_a_model_is_fetched_once_and_then_loaded_without_a_request(served, files, model, capsys):
-    others = dict.fromkeys(("LICENSE.txt", "training_args.json", "original/params.json"), b"{}")
+    others = dict.fromkeys(("LICENSE", "pytorch_model.bin", "original/params.json"), b"{}")
     served.models[ID] = Repository(files | others | {"modeling_tiny.py": b"pass"})
     assert source.hub_file(ID, "config.json").read_bytes() == files["config.json"]
     assert len(served.asked(r"GET .*/resolve/")) == 1, "a shape is read from the config alone"

@@ -7,10 +7,8 @@ import math
 import os
 import pickle
 import struct
-import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +18,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
@@ -337,16 +334,14 @@ def only(shard: str) -> dict[str, str | None]:
     return {"model.safetensors": None, "model.safetensors.index.json": json.dumps({"weight_map": {"a": shard}})}
 
 
-OF_FOLDER = "allowed: .safetensors files of that folder"
 BAD_CONFIG = "cannot be read|is not supported|is not valid"
 DAMAGE = {
     "no model at all": ({"config.json": None, "model.safetensors": None}, "neither a config.json nor a GGUF"),
     "a config that is a list": ({"config.json": "[1]"}, BAD_CONFIG),
     "a config of words": ({"config.json": '{"model_type": "llama", "num_attention_heads": "many"}'}, BAD_CONFIG),
     "a missing layer": ({"config.json": {"num_hidden_layers": 5}}, r"lacks \d+ weights"),
-    "a missing shard": (only("model-2.safetensors"), "not all of its safetensors are here: model-2.safetensors"),
-    "a pickle as a shard": (only("pytorch_model.bin"), f"weights lie in pytorch_model.bin; {OF_FOLDER}"),
-    "a shard elsewhere": (only("../outside.safetensors"), f"weights lie in ../outside.safetensors; {OF_FOLDER}"),
+    "a missing shard": (only("model-2.safetensors"), "lie in model-2.safetensors, no .safetensors file that is here"),
+    "a pickle as a shard": (only("pytorch_model.bin"), "lie in pytorch_model.bin, no .safetensors file that is here"),
     "a tokenizer of nothing": ({"tokenizer.json": '{"version": "1.0"}'}, "tokenizer in .* cannot be loaded"),
 }
 
@@ -393,7 +388,7 @@ def test_one_of_several_ggufs_is_named(tiny_gguf, hub_server, monkeypatch, tmp_p
     assert inputs.model(config) == inputs.model(configured(tiny_gguf))
     assert len(hub_server.asked("GET .*/resolve/")) == 1, "fetched alone, and once"
     other = configured(hub_id="org/tiny", gguf_file="tyni.gguf")
-    refused("model.gguf_file=tyni.gguf: org/tiny has no such file; did you mean 'tiny.gguf'", other)
+    refused("model.hub_id=org/tiny: .*Not Found for url: .*/tyni.gguf", other)
     (tiny_gguf.parent / "other.gguf").write_bytes(b"not a model")
     folder = configured(tiny_gguf.parent)
     refused("2 GGUF files, name one of them or set model.gguf_file", folder)
@@ -535,17 +530,6 @@ def test_digits_of_the_default_model_are_split_first(default_model):
     assert ids == token_ids(text, other)
     other.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert ids != token_ids(text, other)
-
-
-def test_a_conversion_that_waits_for_another_says_so(tiny_gguf, capsys):
-    copies, said = source.copies_dir(), ""
-    copies.mkdir(parents=True)
-    with ThreadPoolExecutor(1) as pool, FileLock(copies.with_suffix(".lock")):
-        waiting = pool.submit(source.converted, tiny_gguf)
-        while not said and not waiting.done():
-            said = capsys.readouterr().err
-            time.sleep(0.01)
-    assert said == "tiny.gguf: waiting for another process's conversion\n" and waiting.result().is_dir()
 
 
 def test_the_tokens_that_end_a_turn_end_an_answer(tmp_path):
@@ -715,19 +699,6 @@ def test_weights_that_do_not_fit_are_refused_with_the_amounts(weights, model_dir
     load_model(replace(config, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("odd", [float("nan"), 1e5])
-def test_weights_that_are_not_finite_are_refused(odd, model_dir):
-    tensors = load_file(model_dir / "model.safetensors")
-    tensors["model.norm.weight"][3] = odd
-    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
-    said = "1 of its weights are not finite in float"
-    if odd == 1e5:
-        load_model(configured(model_dir))
-    else:
-        refused(f"{said}32, such as model.norm.weight", configured(model_dir))
-    refused(f"{said}16, such as model.norm.weight", configured(model_dir, dtype="float16"))
-
-
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model_dir):
     tiny_model("llama", **SIZES | {"vocab_size": 200}).save_pretrained(model_dir)
     refused(r"has 256 tokens, more than the model's embedding \(vocab_size=200\)", configured(model_dir))
@@ -741,5 +712,5 @@ def test_a_gpu_on_which_kernels_cannot_be_launched_is_refused_in_a_line(monkeypa
             raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(pytest.importorskip("triton.runtime"), "driver", Driver())
-    with pytest.raises(UserError, match="^model.device=cuda: .*Failed to find C compiler.*; it needs a C compiler"):
+    with pytest.raises(UserError, match="^model.device=cuda: .* needs a C compiler.*Failed to find C compiler"):
         require_kernels()
