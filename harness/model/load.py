@@ -142,21 +142,13 @@ def model_config(config: ModelConfig) -> PreTrainedConfig:
 
 def shape_mapping(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a model's text decoder, as a mapping; UserError where there is none."""
-    return _of_decoder(config.name, _mapping(config))
+    return model_config(config).to_dict()
 
 
 def _mapping(config: ModelConfig) -> dict[str, Any]:
     if config.shape and not config.path:
         return dict(config.shape)
     return source.read_config(source.folder(config, weights=False))
-
-
-def _of_decoder(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping as it is; of a multimodal model the text decoder's, with the sizes that it leaves
-    to the defaults."""
-    if isinstance(mapping.get(NESTED), Mapping):
-        return as_config(name, mapping).to_dict()
-    return dict(mapping)
 
 
 # Devices
@@ -227,8 +219,8 @@ def _pretrained(
     from transformers import AutoModelForCausalLM
 
     mapping = source.read_config(directory)
-    _require_as_described(config, mapping)
     described = as_config(config.name, mapping)
+    _require_as_described(config, described)
     _require_plain_weights(config.name, mapping)
     source.weight_files(directory)
     require_room(f"model {config.name}", described, dtype, devices)
@@ -276,17 +268,15 @@ def _require_plain_weights(name: str, mapping: Mapping[str, Any]) -> None:
         )
 
 
-def _require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None:
-    """Raise UserError where the config.json beside the weights, `found`, says another family or
-    size than `config.shape`, by which sweeps and estimates go."""
-    if not config.shape:
-        return
-    expected = _of_decoder(config.name, config.shape)
-    found = _of_decoder(config.name, found)
+def _require_as_described(config: ModelConfig, found: PreTrainedConfig) -> None:
+    """Raise UserError where the decoder beside the weights is of another family or size than
+    `config.shape`, by which sweeps and estimates go."""
+    expected = config.shape or {}
+    expected = expected.get(NESTED, expected)
     holds, says = [], []
     for key in ("model_type", *SIZES):
-        if key in expected and key in found and found[key] != expected[key]:
-            holds.append(f"{key}={found[key]}")
+        if key in expected and getattr(found, key, None) != expected[key]:
+            holds.append(f"{key}={getattr(found, key, None)}")
             says.append(f"{key}={expected[key]}")
     if holds:
         where = config.path or config.hub_id or source.PACKAGE

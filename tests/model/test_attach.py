@@ -81,6 +81,16 @@ def test_a_model_with_other_numbers_is_refused_in_one_line(change, shape, words)
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("shape", [("gemma3_text", {"use_bidirectional_attention": True}), ("bert", {})])
+def test_a_model_whose_tokens_see_later_ones_is_refused(shape):
+    family, settings = shape
+    with (
+        pytest.raises(UserError, match="a layer sees neither all earlier tokens"),
+        attach(tiny_model(family, **settings)),
+    ):
+        pytest.fail("refused")
+
+
 def test_a_token_without_an_embedding_is_refused_with_both_sizes(tiny_gqa):
     ids = torch.tensor([[3, 300, 5]])
     with attach(tiny_gqa) as attached, pytest.raises(UserError, match=r"token 300, .* embedding has 256 tokens"):
