@@ -75,15 +75,6 @@ class Decoder:
                 layer.head_dim = layer.latent.to_query.shape[2]
                 layer.value_dim = layer.latent.rank
 
-    def expand_latents(self) -> None:
-        """Store keys and values of every head, where latents do not give the model's numbers."""
-        for layer in self.layers:
-            if layer.latent is not None:
-                to_query, to_value = layer.latent
-                layer.num_kv_heads, layer.head_dim = to_query.shape[:2]
-                layer.value_dim = to_value.shape[2]
-                layer.latent = None
-
     def run_to_attention(self, layer: Layer, call: Call) -> Reached:
         """Run an attention module up to the attention function, which raises `Reached`."""
         try:

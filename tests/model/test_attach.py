@@ -18,11 +18,9 @@ from harness.model import attach as checks
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.calibration import calibrate
-from harness.model.decoder import Decoder
 from harness.model.prompts import PromptPass
 from harness.model.split_rows import in_parts
 from harness.model.tiny import tiny_model
-from harness.model.trace import Latent
 from harness.replay import decode_pass as passes
 from harness.replay.setup import Setup
 from methods.full import Full
@@ -198,27 +196,6 @@ def test_a_sequence_runs_up_to_the_length_at_which_rotary_frequencies_change(kin
         assert_close(torch.cat(logits), of_24[19:23])
         with pytest.raises(UserError, match=refused):
             LiveSession(attached, Full(), max_new_tokens=5).prefill(prompt, real)
-
-
-# What is given up before a model is refused
-
-
-def test_latents_that_do_not_stand_for_the_keys_are_stored_expanded(monkeypatch):
-    """Keys and values of every head: more memory, the same numbers."""
-    read = Decoder._read_latent
-
-    def misread(*given):
-        latent = read(*given)
-        return Latent(1.5 * latent.to_query, latent.to_value)
-
-    monkeypatch.setattr(Decoder, "_read_latent", misread)
-    model, ids = tiny_family("deepseek_v3"), token_ids(30)
-    with attach(model) as attached:
-        assert (attached.geometry.num_kv_heads, attached.geometry.values_in_keys) == (4, False)
-    found = run_one(model, Case(Full()), ids, 11)
-    with torch.inference_mode():
-        assert_close(found.logits[0], model(torch.tensor([ids]), use_cache=False).logits[0, 11:])
-    assert "latent_bytes" not in found.reads.shares
 
 
 # Order of calls, and nothing left behind
