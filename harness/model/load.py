@@ -10,7 +10,6 @@ there. Imports no torch.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,14 +93,11 @@ def _of_random_weights(
 ) -> LoadedModel:
     """A model that has the shape of `config`, and reads random token ids."""
     described = model_config(config)
-    tokenizer = tokenizer_of_random(config, described)
     start = described.bos_token_id
     has_start = isinstance(start, int) and 0 <= start < described.vocab_size
     random_ids = RandomIds(described.vocab_size, start if has_start else None)
     model = _random(config, described, devices[0], dtype).eval().requires_grad_(False)
-    return LoadedModel(
-        model, tokenizer, config.name, max_length_of(model.config), random_ids=random_ids
-    )
+    return LoadedModel(model, None, config.name, max_length_of(described), random_ids=random_ids)
 
 
 def from_memory(
@@ -289,30 +285,10 @@ def _require_as_described(config: ModelConfig, found: PreTrainedConfig) -> None:
 # The tokenizer
 
 
-def tokenizer_of_random(
-    config: ModelConfig, described: PreTrainedConfig | None = None
-) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that random weights find on this machine, without a download. None where there
-    is none, or where it has more tokens than the model has embeddings. described: the model's
-    shape, where the caller has it."""
-    directory: Path | None = None
-    if config.path:
-        path = Path(config.path)
-        directory = path if path.is_dir() else path.parent
-    elif config.hub_id:
-        directory = source.cached_snapshot(config.hub_id)
-    elif config.name == source.PACKAGED_NAME and importlib.util.find_spec(source.PACKAGE):
-        directory = source.folder(config)
-    if directory is None:
-        return None
-    return _tokenizer(directory, config, (described or model_config(config)).vocab_size)
-
-
 def _tokenizer(
     directory: Path, config: ModelConfig, num_embeddings: int
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the weights; None where there is none, or random weights have too few
-    embeddings for it."""
+    """The tokenizer beside the weights; None where there is none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not source.has_tokenizer(directory):
@@ -323,12 +299,7 @@ def _tokenizer(
     what = f"model {config.name}: the tokenizer in {directory}"
     with refused(f"{what} cannot be loaded"):
         tokenizer = reader.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
-    try:
-        _require_embeddings(what, tokenizer, num_embeddings)
-    except UserError:
-        if config.weights == "random":
-            return None
-        raise
+    _require_embeddings(what, tokenizer, num_embeddings)
     return tokenizer
 
 

@@ -258,36 +258,27 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
     unreachable, refuses, or has no safetensors of this model.
     """
     from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    cached = cached_snapshot(hub_id, with_code=with_code)
-    if cached is not None and has_tokenizer(cached):
-        return cached
+    wanted, cached = _wanted(with_code), None
+    for path in _revisions(hub_id):
+        with suppress(UserError, LocalEntryNotFoundError):
+            weight_files(path)
+            # Raises where a file is missing that the hub listed, if its list is cached.
+            snapshot_download(hub_id, revision=path.name, local_files_only=True, **wanted)
+            if has_tokenizer(path):
+                return path
+            cached = cached or path
     try:
         with _refusals(hub_id):
             revision = _with_safetensors(hub_id)
             origin = f"{constants.ENDPOINT}, revision {revision}"
             print(f"{hub_id}: fetching from {origin}", file=sys.stderr)
-            return Path(snapshot_download(hub_id, revision=revision, **_wanted(with_code)))
+            return Path(snapshot_download(hub_id, revision=revision, **wanted))
     except UserError:
         if cached is None:
             raise
         return cached
-
-
-def cached_snapshot(hub_id: str, *, with_code: bool = False) -> Path | None:
-    """The newest folder of the hub's cache with all weights of the repository, and all files that
-    the hub listed, where its list is cached."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    for path in _revisions(hub_id):
-        with suppress(UserError, LocalEntryNotFoundError):
-            weight_files(path)
-            snapshot_download(
-                hub_id, revision=path.name, local_files_only=True, **_wanted(with_code)
-            )
-            return path
-    return None
 
 
 def hub_file(hub_id: str, name: str) -> Path:
