@@ -279,20 +279,15 @@ class Attached:
         embeddings = None
         if wanted.positions is not None:
             embeddings = self._made.get(wanted.positions)
-        call = wanted.call.with_hidden(
-            hidden,
-            position_embeddings=embeddings,
-            position_ids=self._positions,
-            attention_mask=None,
-            past_key_values=self._cache,
+        call = wanted.rerun(
+            hidden, self._cache, position_embeddings=embeddings, position_ids=self._positions
         )
         return self._query_of(layer, call)
 
     def example(self, layer: int) -> tuple[LayerInputs, Tensor]:
         """A layer's inputs in the trace of the model, a few tokens, and the query made of them."""
-        call = self.layers[layer].call
-        cache = self.new_cache()
-        call = call.with_hidden(call.hidden, attention_mask=None, past_key_values=cache)
+        known = self.layers[layer]
+        call = known.rerun(known.call.hidden, self.new_cache())
         return self._inputs_of(layer, call), self._query_of(layer, call)
 
     def _query_of(self, layer: int, call: Call) -> Tensor:

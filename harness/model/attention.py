@@ -284,13 +284,7 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
         if layer.positions is not None:
             source = layer.positions
             embeddings = source.module.forward(hidden, positions, *source.options)
-        call = layer.call.with_hidden(
-            hidden,
-            position_embeddings=embeddings,
-            position_ids=positions,
-            attention_mask=None,
-            past_key_values=cache,
-        )
+        call = layer.rerun(hidden, cache, position_embeddings=embeddings, position_ids=positions)
         key = decoder.run_to_attention(layer, call).key
         if layer.latent is None or cache.latest is None:
             return key

@@ -146,8 +146,7 @@ class Decoder:
             return torch.zeros_like(output)
 
         def query() -> Tensor:
-            cache = ModelCache(self.stack.config)
-            call = layer.call.with_hidden(layer.call.hidden, past_key_values=cache)
+            call = layer.rerun(layer.call.hidden, ModelCache(self.stack.config))
             return self.run_to_attention(layer, call).query
 
         with ExitStack() as hooks:
@@ -174,8 +173,7 @@ class Decoder:
         def expanded(latents: Tensor, rotaries: Tensor) -> Reached:
             cache = ModelCache(self.stack.config)
             cache.instead = latents, rotaries
-            call = layer.call.with_hidden(layer.call.hidden, past_key_values=cache)
-            return self.run_to_attention(layer, call)
+            return self.run_to_attention(layer, layer.rerun(layer.call.hidden, cache))
 
         try:
             of_latents = expanded(latents, latents.new_zeros(1, 1, num_latents, num_rotaries))

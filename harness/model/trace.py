@@ -103,6 +103,10 @@ class Layer:
     output_factor: Tensor | None = None
     is_output_plain: bool = False
 
+    def rerun(self, hidden: Tensor, cache: ModelCache, **changed: Any) -> Call:
+        """The call in the trace, with another input, and with arguments of the call `changed`."""
+        return self.call.with_hidden(hidden, attention_mask=None, past_key_values=cache, **changed)
+
     @property
     def elements(self) -> int:
         """Elements of a token in a KV head's cache."""
