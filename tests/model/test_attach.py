@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.calibration import calibrate
 from harness.model.prompts import PromptPass
-from harness.model.split_rows import in_parts
 from harness.model.tiny import tiny_model
 from harness.replay import decode_pass as passes
 from harness.replay.setup import Setup
@@ -128,18 +126,6 @@ def test_feed_forward_networks_take_some_rows_at_a_time():
         parts = attached.forward(ids, positions, PromptPass(attached))
     assert seen == [(2, 7), (2, 7), (2, 6)]
     assert_close(parts, whole)
-
-
-def test_a_network_that_gets_its_rows_by_name_or_gives_those_of_all_sequences_in_one_axis():
-    hidden = torch.randn(2, 5, 4)
-    decoder = SimpleNamespace(rows_at_once=4)
-
-    def network(hidden_states: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert hidden_states.shape[1] <= 2
-        return hidden_states * factor, hidden_states.flatten(0, 1)
-
-    output, logits = in_parts(decoder, network, hidden_states=hidden, factor=hidden[..., :1])
-    assert torch.equal(output, hidden * hidden[..., :1]) and torch.equal(logits, hidden.flatten(0, 1))
 
 
 def test_a_network_that_takes_no_part_of_the_rows_takes_all():

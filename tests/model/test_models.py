@@ -1,6 +1,5 @@
 """Loading models: every source, the converted copy, the shipped shapes, and one clear line for each fault."""
 
-import copy
 import importlib.util
 import json
 import math
@@ -20,13 +19,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from harness import files
 from harness.checks.families import families
-from harness.data.text import offline_text, start_ids, token_ids
+from harness.data.text import start_ids
 from harness.errors import UserError
 from harness.model import source
 from harness.model.gguf_config import Metadata, with_metadata
@@ -36,7 +34,6 @@ from harness.model.load import (
     from_memory,
     load_model,
     model_config,
-    require_kernels,
     shape_mapping,
 )
 from harness.model.shape import as_config, count_weights, read_yaml
@@ -512,18 +509,6 @@ def test_a_gguf_says_whether_texts_start_with_a_token(tmp_path):
     assert start_ids(load_model(configured(write_tiny_gguf(tmp_path / "starting.gguf", says))).tokenizer) == [1]
 
 
-def test_digits_of_the_default_model_are_split_first(default_model):
-    rows = [f"{number}. item {number}\n\n   - {number * 3} pieces{number * 17:>9}" for number in range(1, 90)]
-    text, other = "\n\n".join(rows) + offline_text(), copy.deepcopy(default_model.tokenizer)
-    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    ])  # fmt: skip
-    ids = token_ids(text, default_model.tokenizer)
-    assert ids == token_ids(text, other)
-    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    assert ids != token_ids(text, other)
-
-
 def test_the_tokens_that_end_a_turn_end_an_answer(tmp_path):
     ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
     loaded = load_model(configured(write_tiny_gguf(tmp_path / "eot.gguf", ends)))
@@ -694,14 +679,3 @@ def test_weights_that_do_not_fit_are_refused_with_the_amounts(weights, model_dir
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model_dir):
     tiny_model("llama", **SIZES | {"vocab_size": 200}).save_pretrained(model_dir)
     refused(r"has 256 tokens, more than the model's embedding \(vocab_size=200\)", configured(model_dir))
-
-
-def test_a_gpu_on_which_kernels_cannot_be_launched_is_refused_in_a_line(monkeypatch):
-    class Driver:
-        @property
-        def active(self):
-            raise RuntimeError("Failed to find C compiler.")
-
-    monkeypatch.setattr(pytest.importorskip("triton.runtime"), "driver", Driver())
-    with pytest.raises(UserError, match="^model.device=cuda: .* needs a C compiler.*Failed to find C compiler"):
-        require_kernels()

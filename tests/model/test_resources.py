@@ -2,17 +2,10 @@
 
 from types import SimpleNamespace
 
-from harness.model.resources import Memo, Resources
+from harness.model.resources import Resources
 from harness.settings.config import ModelConfig
 
 ONE, OTHER = ModelConfig("one"), ModelConfig("other")
-
-
-def test_values_are_made_once_and_the_oldest_leaves_before_the_next_is_made():
-    memo, made = Memo(limit=2), []
-    for key in "abacba":
-        memo.get(key, lambda key=key: made.append((key, list(memo._values))) or key)
-    assert made == [("a", []), ("b", ["a"]), ("c", ["b"]), ("a", ["c"])]
 
 
 def test_a_model_is_loaded_once_for_equal_settings_and_takes_what_depends_on_it_along(monkeypatch):
