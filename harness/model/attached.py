@@ -38,7 +38,6 @@ from harness.model.passes import (
 )
 from harness.model.split_rows import RecurrentRows, in_parts
 from harness.model.trace import Layer, PositionSource
-from methods.attention import Softmax
 from methods.base import Geometry, LayerInputs
 
 ELSEWHERE = (
@@ -51,11 +50,11 @@ ELSEWHERE = (
 class Attached:
     """A model with our attention under it. Valid inside `attach`.
 
-    layers: all attention layers, in order. softmaxes: theirs, for queries as handlers get them.
-    numbers: by layer, its number among the layers that see every token, which is how methods count;
-    None for a local layer. longest: tokens of the longest sequence that all layers see whole, where
-    all of them are local; None: any. prompts: kept passes. device: of ids, positions, hidden states
-    and logits. devices: of the layers, each once, in their order.
+    layers: all attention layers, in order. numbers: by layer, its number among the layers that see
+    every token, which is how methods count; None for a local layer. longest: tokens of the longest
+    sequence that all layers see whole, where all of them are local; None: any. prompts: kept
+    passes. device: of ids, positions, hidden states and logits. devices: of the layers, each once,
+    in their order.
     """
 
     def __init__(self, model: Any, decoder: Decoder, prompts: DensePrompts | None = None) -> None:
@@ -79,12 +78,6 @@ class Attached:
             else:
                 self.numbers.append(None)
         self.geometry = self._geometry()
-        self.softmaxes: list[Softmax] = []
-        for layer, number in zip(self.layers, self.numbers, strict=True):
-            softmax = layer.softmax
-            if number is not None:
-                softmax = softmax._replace(scale=self.geometry.scale)
-            self.softmaxes.append(softmax)
         self._index = {id(layer.module): index for index, layer in enumerate(self.layers)}
         self._rotaries: dict[int, Rotary | None] = {}
         # The model's own: `harness.api.cached_model` puts another in its place.
@@ -109,9 +102,9 @@ class Attached:
         layers = self._counted
         first = layers[0]
         if any(_sizes_of(layer) != _sizes_of(first) for layer in layers):
-            why = "its layers that see every token have several shapes"
+            why = "its layers that see every token have several shapes or scales"
             raise refusal(self.decoder.family, why)
-        softmaxes = tuple(layer.softmax._replace(scale=first.softmax.scale) for layer in layers)
+        softmaxes = tuple(layer.softmax for layer in layers)
         is_plain = all(softmax.is_plain for softmax in softmaxes)
         windows = []
         for layer, number in zip(self.layers, self.numbers, strict=True):
@@ -305,12 +298,9 @@ class Attached:
         return self._as_handled(layer, query)
 
     def _as_handled(self, layer: int, query: Tensor) -> Tensor:
-        """A module's query as handlers get it: for the scale of all layers, and for latent keys."""
-        known = self.layers[layer]
-        own, shared = known.softmax.scale, self.softmaxes[layer].scale
-        if own != shared:
-            query = query * (own / shared)
-        return query if known.latent is None else query @ known.latent.to_query
+        """A module's query as handlers get it: of latent keys for the latent."""
+        latent = self.layers[layer].latent
+        return query if latent is None else query @ latent.to_query
 
     def _inputs_of(self, layer: int, call: Call) -> LayerInputs:
         """The arguments of a layer's attention module, as methods get them."""
@@ -406,9 +396,9 @@ def _devices_of(layers: Sequence[Layer]) -> list[torch.device]:
     return list(dict.fromkeys(layer.device for layer in layers))
 
 
-def _sizes_of(layer: Layer) -> tuple[int, ...]:
-    heads = layer.num_heads, layer.num_kv_heads
-    return *heads, layer.head_dim, layer.value_dim, layer.elements
+def _sizes_of(layer: Layer) -> tuple[float, ...]:
+    heads, scale = (layer.num_heads, layer.num_kv_heads), layer.softmax.scale
+    return *heads, layer.head_dim, layer.value_dim, layer.elements, scale
 
 
 def _embedded(

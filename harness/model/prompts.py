@@ -51,7 +51,7 @@ class PromptPass(Handler):
             inputs = self.inputs if self.needs_inputs else None
             self.keep(layer, LayerPrompt(query, key, value, inputs))
         self.inputs = None  # not held beyond the layer
-        softmax = self.attached.softmaxes[layer]
+        softmax = self.attached.layers[layer].softmax
         return prompt_attention(query, key, value, softmax, self.padding, known.window)
 
 

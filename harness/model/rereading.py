@@ -196,7 +196,7 @@ class _RereadPass(Handler):
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         _, prompt_key, prompt_value = self.prompt[layer]
-        softmax, number = self.attached.softmaxes[layer], self.attached.numbers[layer]
+        softmax, number = self.attached.layers[layer].softmax, self.attached.numbers[layer]
         if number is not None and number >= self.method.dense_layers:
             value_norms = self._value_norms(layer, prompt_value) if self.needs_inputs else None
             chunk = self.repetition.chunk

@@ -180,4 +180,4 @@ class _History(Handler):
         window = self.attached.layers[layer].window
         visible = seen_by_last(tokens, query.shape[2], window)
         visible = visible.expand(len(key), 1, *visible.shape)
-        return dense_attention(query, key, value, self.attached.softmaxes[layer], visible)
+        return dense_attention(query, key, value, self.attached.layers[layer].softmax, visible)
