@@ -86,8 +86,6 @@ class Attached:
         self.attention_name = ""
         configs = [getattr(layer.module, "config", decoder.stack.config) for layer in self.layers]
         self._configs = list({id(config): config for config in configs}.values())
-        self._weights = [next(layer.module.parameters()) for layer in self.layers]
-        self._weights_as_read = [(weight.dtype, weight.device) for weight in self._weights]
         # Of a pass under way
         self._thread: int | None = None
         self._handler: Handler | None = None
@@ -205,8 +203,8 @@ class Attached:
 
     def _require_own_call(self, *_: Any) -> None:
         """Called before the decoder runs. Raises UserError for a call that is not made by `forward`
-        or `logits`: it would read and disturb the caches of the run that has the model. Also for a
-        model that was changed since it was read."""
+        or `logits`: it would read and disturb the caches of the run that has the model. Also where
+        another attention was set."""
         if self._thread != threading.get_ident():
             raise UserError(ELSEWHERE)
         for config in self._configs:
@@ -215,13 +213,6 @@ class Attached:
                     f"attention implementation {config._attn_implementation!r}: it was set while "
                     "the model was attached, whose attention is the method's; set it before, or "
                     "after the block"
-                )
-        for weight, as_read in zip(self._weights, self._weights_as_read, strict=True):
-            if (weight.dtype, weight.device) != as_read:
-                dtype, device = as_read
-                raise UserError(
-                    f"the model was moved to {weight.dtype} on {weight.device} while it was "
-                    f"attached in {dtype} on {device}; move it before, or after the block"
                 )
 
     # What a model does not take

@@ -340,8 +340,6 @@ def test_what_it_cannot_is_one_line_and_leaves_the_model(said, model, attached):
 CHANGES = {
     "attention implementation 'eager': ": lambda model: model.set_attn_implementation("eager"),
     "attention implementation 'sdpa': ": lambda model: setattr(model.config, "_attn_implementation", "sdpa"),
-    "moved to torch.bfloat16 on cpu while .* in torch.float32 on cpu": lambda model: model.to(torch.bfloat16),
-    "moved to torch.float16": lambda model: model.model.layers[2].self_attn.half(),
     "torch.compile: ": lambda model: model.compile(backend="eager"),
     "^torch.compile: ": lambda model: model.model.layers[1].self_attn.compile(backend="eager"),
 }
