@@ -22,7 +22,6 @@ from harness.model.calls import (
     Reached,
     attention_function,
     refusal,
-    reraise_out_of_memory,
     stack_of,
     stop,
 )
@@ -163,9 +162,7 @@ class Decoder:
         """The matrices that turn a stored latent into every head's key and value: the output of the
         module's own code for unit latents. None where the module stores the keys and values that it
         attends to."""
-        if cached is None or cached[0].shape[1] == layer.num_kv_heads:
-            return None
-        if cached[0].shape[1] != 1 or cached[1].shape[1] != 1:
+        if cached is None or layer.num_kv_heads == 1 or any(each.shape[1] > 1 for each in cached):
             return None
         latents, rotaries = (_unit_rows(stored) for stored in cached)
         num_latents, num_rotaries = latents.shape[2], rotaries.shape[2]
@@ -175,12 +172,8 @@ class Decoder:
             cache.instead = latents, rotaries
             return self.run_to_attention(layer, layer.rerun(layer.call.hidden, cache))
 
-        try:
-            of_latents = expanded(latents, latents.new_zeros(1, 1, num_latents, num_rotaries))
-            of_rotaries = expanded(rotaries.new_zeros(1, 1, num_rotaries, num_latents), rotaries)
-        except RuntimeError as error:  # its code takes as many tokens as queries, no others
-            reraise_out_of_memory(error)
-            return None
+        of_latents = expanded(latents, latents.new_zeros(1, 1, num_latents, num_rotaries))
+        of_rotaries = expanded(rotaries.new_zeros(1, 1, num_rotaries, num_latents), rotaries)
         keys = torch.cat([of_latents.key[0], of_rotaries.key[0]], 1)
         to_query = keys.mT.contiguous()  # [heads, head_dim, rank + rotary]
         return Latent(to_query, of_latents.value[0].contiguous())
