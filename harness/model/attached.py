@@ -57,11 +57,10 @@ class Attached:
     in their order.
     """
 
-    def __init__(self, model: Any, decoder: Decoder, prompts: DensePrompts | None = None) -> None:
+    def __init__(self, model: Any, decoder: Decoder) -> None:
         self.model = model
         self.decoder = decoder
-        # Recurrent layers would go on from a prompt's states.
-        self.prompts = None if decoder.recurrent else prompts
+        self.prompts: DensePrompts | None = None
         self.layers: list[Layer] = decoder.layers
         self.device: torch.device = model.device
         self.devices = _devices_of(self.layers)
@@ -300,7 +299,7 @@ class Attached:
         embeddings = None
         if isinstance(given, tuple | list) and len(given) == 2:
             embeddings = given[0], given[1]
-        rotary = None if known.positions is None else partial(_embedded, known.positions)
+        rotary = None if known.positions is None else known.positions.embeddings
         return LayerInputs(known.module, call.hidden, embeddings, rotary)
 
     def _rotate(
@@ -392,13 +391,6 @@ def _sizes_of(layer: Layer) -> tuple[float, ...]:
     return *heads, layer.head_dim, layer.value_dim, layer.elements, scale
 
 
-def _embedded(
-    source: PositionSource, states: Tensor, position_ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A layer's position embeddings. The source's hooks, for the model's pass, do not run."""
-    return source.module.forward(states, position_ids, *source.options)
-
-
 def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
     """Zeros for a projection that is left out, allocated once for each shape of a decode step."""
     shape = (*states.shape[:-1], size)
@@ -413,11 +405,9 @@ def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 @contextmanager
-def attached_unchecked(
-    model: Any, decoder: Decoder, prompts: DensePrompts | None = None
-) -> Iterator[Attached]:
+def attached_unchecked(model: Any, decoder: Decoder) -> Iterator[Attached]:
     """Run `model` through our attention inside the `with` block, as its `decoder` describes it."""
-    attached = Attached(model, decoder, prompts)
+    attached = Attached(model, decoder)
     with ExitStack() as stack:
 
         def before(module: nn.Module, hook: Callable[..., Any]) -> None:

@@ -49,6 +49,10 @@ class PositionSource(NamedTuple):
     module: nn.Module
     options: tuple[Any, ...]
 
+    def embeddings(self, states: Tensor, positions: Tensor) -> Any:
+        """What it makes for `positions`. Its hooks, for a pass under way, do not run."""
+        return self.module.forward(states, positions, *self.options)
+
 
 class Latent(NamedTuple):
     """The matrices of multi-head latent attention over cached latents: a token has one key for all
