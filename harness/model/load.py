@@ -269,10 +269,11 @@ def _require_as_described(config: ModelConfig, found: PreTrainedConfig) -> None:
     `config.shape`, by which sweeps and estimates go."""
     expected = config.shape or {}
     expected = expected.get(NESTED, expected)
+    sizes = {"model_type": found.model_type} | {name: size(found, name) for name in SIZES}
     holds, says = [], []
-    for key in ("model_type", *SIZES):
-        if key in expected and getattr(found, key, None) != expected[key]:
-            holds.append(f"{key}={getattr(found, key, None)}")
+    for key, value in sizes.items():
+        if value is not None and key in expected and value != expected[key]:
+            holds.append(f"{key}={value}")
             says.append(f"{key}={expected[key]}")
     if holds:
         where = config.path or config.hub_id or source.PACKAGE
