@@ -125,7 +125,8 @@ class Subject:
     def observe(self, observers: Mapping[int, Sequence[Observer]]) -> None:
         """One dense pass that shows the layers in `observers` to them, block by block."""
         softmaxes = {
-            self.attached.numbers[layer]: each for layer, each in enumerate(self.attached.softmaxes)
+            self.attached.numbers[at]: layer.softmax
+            for at, layer in enumerate(self.attached.layers)
         }
 
         def show(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:

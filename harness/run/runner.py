@@ -205,7 +205,6 @@ def _record(todo: Run, resources: Resources) -> None:
     record, config, measurement = _unfinished(todo), todo.config, measurement_of(todo.config.kind)
     # Before any work, so that an unwritable folder costs nothing.
     records.write_record(todo.path, record)
-    resources.begin_run()
     start = time.perf_counter()
     try:
         with users_faults(config):

@@ -10,7 +10,7 @@ import pytest
 
 from harness.data import ruler
 from harness.errors import UserError
-from harness.model import dense_prompts
+from harness.model import prompts
 from harness.model.attach import attach
 from harness.model.dense_prompts import DensePrompts
 from harness.results.samples import clustered_stderr
@@ -213,6 +213,6 @@ def test_turns_of_a_context_of_needles(task):
 def test_the_jobs_of_a_sweep_share_the_dense_prompts(loaded, monkeypatch, tmp_path):
     """Three methods run the dense pass over a prompt once. That it changes no number is tested with the interface."""
     line = ["experiment=tasks", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
-    kept, asked = calls_of(monkeypatch, dense_prompts, "_run_into_file"), calls_of(monkeypatch, DensePrompts, "get")
+    kept, asked = calls_of(monkeypatch, prompts, "held_prompt"), calls_of(monkeypatch, DensePrompts, "get")
     assert main(["-m", "method=full,h2o,oracle", *line]) == 0
     assert (len(kept), len(asked)) == (2, 3 * 3), "two contexts; one of them has two final lengths"
