@@ -21,8 +21,7 @@ import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import model_registry
 
-from harness.api.attaching import lm
-from harness.api.interface import load
+from harness.api.interface import lm, load
 from harness.api.method_lm import MethodLM
 from harness.data.task_plan import COMPLAINTS
 from harness.errors import UserError, code_of_stop, exit_code, nearest, reason

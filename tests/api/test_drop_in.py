@@ -23,10 +23,11 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.prompts import run_prompt
 from harness.model.tiny import tiny_model
+from harness.replay.session import Setup
 from methods.full import Full
 from tests.cases import CASES
 from tests.conftest import refused, tiny
-from tests.living import calibration_of, token_batch
+from tests.living import setup_of, token_batch
 from tests.replaying import open_session
 from tests.tokens import byte_tokenizer
 
@@ -168,8 +169,7 @@ def test_a_whole_text_is_scored_by_the_methods_selections(name, prefill_len):
     for at, (text, start) in enumerate(zip(texts, (1, 0, 7), strict=True)):
         ids[at, start : start + len(text)], mask[at, start : start + len(text)] = text, 1
     with attach(tiny("gqa")) as under:
-        arguments = {"calibration": calibration_of(under), "codec": case.codec, "prefill_len": prefill_len}
-        with CachedModel(under, case.method, **arguments) as cached:
+        with CachedModel(under, setup_of(under, case), prefill_len=prefill_len) as cached:
             logits = cached(ids, attention_mask=mask).logits
         budget = cached.usage.budget
         budgets = []
@@ -360,7 +360,7 @@ CALLS = {
 def test_a_model_that_is_changed_inside_the_block_is_refused_at_the_next_call(said, call):
     network = tiny_model("llama", num_key_value_heads=2)
     own = network.config._attn_implementation
-    with attach(network) as attached, CachedModel(attached, Full()):
+    with attach(network) as attached, CachedModel(attached, Setup(Full(), None, None)):
         cache = network(IDS, use_cache=True).past_key_values
         CHANGES[said](network)
         with refused(said):
@@ -370,7 +370,7 @@ def test_a_model_that_is_changed_inside_the_block_is_refused_at_the_next_call(sa
 
 def test_a_compiled_wrapper_of_an_attached_model_is_refused():
     network = tiny_model("llama", num_key_value_heads=2)
-    with attach(network) as attached, CachedModel(attached, Full()):
+    with attach(network) as attached, CachedModel(attached, Setup(Full(), None, None)):
         with refused("torch.compile: an attached model runs a method's own code"):
             torch.compile(network, backend="eager")(IDS, use_cache=True)
         assert generated(network).shape == (1, 24 + NEW)
@@ -478,7 +478,7 @@ def test_nothing_works_after_the_block(model, attached):
 def test_a_cache_of_another_attached_model_is_refused(model, attached):
     """Else the other one would answer."""
     other = tiny_model("llama", num_key_value_heads=2)
-    with attached(), attach(other) as elsewhere, CachedModel(elsewhere, Full()) as cached:
+    with attached(), attach(other) as elsewhere, CachedModel(elsewhere, Setup(Full(), None, None)) as cached:
         for cache in (other(IDS, use_cache=True).past_key_values, cached.new_cache()):
             for call in (partial(model, IDS[:, :1]), partial(generated, model)):
                 with refused("past_key_values: the cache of another attached model; give one that this model made"):

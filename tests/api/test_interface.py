@@ -278,12 +278,6 @@ def test_what_a_call_sets_itself_is_not_set_twice(name, model, tmp_path):
     assert refusal(lambda: model.perplexity(text, methods=["full"], **{name: "x"})).startswith(f"{name}='x': is ")
     assert len(model.perplexity(methods=["full"], **{"corpus.path": text})) == 1
     assert refusal(lambda: harness.lm(model, experiment="perplexity")).startswith("experiment='perplexity': is ")
-    assert refusal(lambda: model.generate(PROMPT, prompt="x")).startswith("prompt='x': is ")
-
-
-def test_a_prompt_may_be_named(model):
-    first = model.generate(PROMPT, method="full", max_new_tokens=2)
-    assert model.generate(prompt=PROMPT, method="full", max_new_tokens=2).text == first.text
 
 
 @pytest.mark.parametrize("name", ["KV_HARNESS_CACHE", "XDG_CACHE_HOME"])

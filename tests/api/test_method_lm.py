@@ -145,8 +145,8 @@ def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tm
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_samples": 3}, "num_samples=3: lm-eval decides it, by limit; leave it out"),
-        ({"metadata.max_seq_lengths": [5]}, "lm-eval decides it, by metadata"),
+        ({"num_samples": 3}, "num_samples=3: lm-eval decides it, by its own arguments; leave it out"),
+        ({"metadata.max_seq_lengths": [5]}, "lm-eval decides it"),
         ({"method": "h2"}, "method=h2: did you mean 'h2o'"),
         ({"prefil": "dense"}, "unknown setting prefil: did you mean 'prefill"),
         ({"enable_thinking": True}, "enable_thinking=true: needs think_end_token"),
@@ -182,7 +182,7 @@ REFUSED = {
     "method=h2o": "pretrained=: is missing from --model_args; must be an entry of conf/model",
     "pretrained=smollm2": "model=smollm2: did you mean 'smollm2-135m'",
     "pretrained=MODEL,trust_remote_code=no": "model.trust_remote_code=no: must be true or false",
-    "pretrained=MODEL,apply_chat_template=no": "apply_chat_template=no: lm-eval decides it",
+    "pretrained=MODEL,apply_chat_template=no": "apply_chat_template='no': lm-eval decides it",
     "pretrained=MODEL,dtype=float8": "model.dtype=float8: ",
     "pretrained=MODEL,tokenizer=gpt2": "tokenizer=gpt2: the model has its own; leave it out",
     "pretrained=MODEL,batch_size=4": "lm-eval refuses it (TypeError: ",
