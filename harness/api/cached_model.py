@@ -88,12 +88,10 @@ def attach(
     Inside the `with` block the model's own `generate` and forward pass use the method's cache, also
     where a pipeline, a streamer in another thread, or lm-eval's `HFLM` calls them.
     `cached.generate` is the same. `cached.usage` has TTFT, TPOT and bytes. `model(ids,
-    use_cache=True)` runs a prompt densely, and returns its last row's logits. Calls with the
-    `past_key_values` that it returned decode a step for each row. Without `use_cache=True`,
-    `model(ids)` is a whole text, which is scored with `prefill_len`, by replay, and refused without
-    it: `HFLM`, which does not say where a context ends, needs `prefill_len=1` and batches of one.
-    Not taken: beams, assistants, prompts in chunks, `inputs_embeds`, attentions and hidden states,
-    gradients. The model is left as it was. It takes one `attach` or run at a time, of all threads.
+    use_cache=True)` runs a prompt, and its `past_key_values` take the rows after it. `model(ids)`
+    is a whole text, which needs `prefill_len`: `HFLM`, which does not say where a context ends,
+    takes 1, and batches of one. The model is left as it was. It takes one `attach` or run at a
+    time, of all threads.
 
     Args:
         model: a loaded transformers model, or a `Model`.
@@ -229,14 +227,12 @@ class CachedModel:
     def generate(self, *args: Any, **settings: Any) -> Any:
         """transformers' `generate` on the method's cache: returns ids [batch, prompt + new tokens].
 
-        The first argument is input_ids, int [batch, prompt], padding on the left. settings: any of
-        transformers', such as attention_mask, max_new_tokens, do_sample, temperature, streamer. T
-        is the prompt and the largest number of new tokens: max_new_tokens, else what max_length
-        leaves, else transformers' 20. past_key_values: what `new_cache` or the model's call
-        returned. The input_ids then are the whole sequence, and the columns that are not in the
-        cache yet are decoded row by row; T is the cache's. What the model's own file says of a
-        cache plays no part. Raises UserError for arguments that are not taken, padding on the
-        right, and lengths beyond the model's limit.
+        The first argument is input_ids, int [batch, prompt], padding on the left. T is the prompt
+        and the largest number of new tokens: max_new_tokens, else what max_length leaves, else
+        transformers' 20. past_key_values: what `new_cache` or the model's call returned. The
+        input_ids then are the whole sequence, and the columns that are not in the cache yet are
+        decoded row by row; T is the cache's. Raises UserError for arguments that are not taken,
+        padding on the right, and lengths beyond the model's limit.
         """
         self._require_open()
         require_eager()
@@ -291,13 +287,9 @@ class CachedModel:
         """`past_key_values` of a call; UserError for a cache that this model has not made."""
         if cache is None or cache in self._caches:
             return cache
-        if isinstance(cache, MethodCache):
-            why = "the cache of another attached model; give one that this model made"
-            raise UserError(f"past_key_values: {cache.why_closed or why}")
-        raise UserError(
-            f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out "
-            "of the first call, or give cached.new_cache()"
-        )
+        own = "an attached model makes its own cache; leave it out of the first call, or give "
+        why = getattr(cache, "why_closed", None) or f"{own}cached.new_cache()"
+        raise UserError(f"past_key_values={short(cache)}: {why}")
 
     # forward
 

@@ -70,11 +70,11 @@ class KVModel(MethodLM):
         if device not in PLATFORMS:
             raise UserError(f"device={device}: {nearest(device, PLATFORMS)}")
         on_cpu = device == DEFAULT_DEVICE and not torch.cuda.is_available()
-        of_model: dict[str, Any] = {"platform": "cpu" if on_cpu else PLATFORMS[device]}
-        if dtype != "auto":
-            of_model["model.dtype"] = dtype
-        if trust_remote_code is not False:
-            of_model["model.trust_remote_code"] = trust_remote_code
+        of_model: dict[str, Any] = {
+            "platform": "cpu" if on_cpu else PLATFORMS[device],
+            "model.dtype": None if dtype == "auto" else dtype,
+            "model.trust_remote_code": trust_remote_code,
+        }
         of_method: dict[str, Any] = {}
         for name, value in settings.items():
             if isinstance(value, str):  # lm-eval itself has read true, false, none and numbers

@@ -247,23 +247,3 @@ def test_a_task_that_names_its_files_needs_no_data_setting_and_they_count(folder
     finally:
         file.write_text(text)
     assert inputs.tasks(config)["mine_short"] == before
-
-
-@pytest.mark.parametrize("data", ["offline", "hub"])
-def test_rows_are_read_from_a_folder_and_missing_or_damaged_ones_are_refused(data, model, tmp_path):
-    rows, own = tmp_path / "rows", tmp_path / "own"
-    rows.mkdir()
-    own.mkdir()
-    (own / "mine.yaml").write_text(yaml.safe_dump({"task": "mine", "dataset_path": str(rows)} | CHOICE))
-    asked = {"methods": ["full"], "include_path": str(own), "results_dir": str(tmp_path / "results"), "data": data}
-    with pytest.raises(UserError, match="tasks=mine: the files .* cannot be read .*/rows doesn't contain any"):
-        model.tasks(["mine"], **asked)
-    row = {"question": "What is it?", "options": ["red", "blue"], "label": 1}
-    (rows / "test.jsonl").write_text(json.dumps(row))
-    assert "acc" in model.tasks(["mine"], **asked).columns
-    (rows / "test.jsonl").write_text(json.dumps(row | {"label": 5}))
-    with pytest.raises(UserError, match="tasks=mine: lm-eval cannot build it from the rows of task mine"):
-        model.tasks(["mine"], **asked)
-    (rows / "test.jsonl").write_text('{"question": ')
-    with pytest.raises(UserError, match=r"/rows/test\.jsonl, line 1: expected an object of JSON"):
-        model.tasks(["mine"], **asked)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.checks.two_ways import open_live, open_replay
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
@@ -47,12 +46,12 @@ def test_replay_and_live_read_the_same_tokens(default_model, monkeypatch):
             decoded: dict = {}
             with monkeypatch.context() as patch:
                 selections(replayed, patch)
-                session = open_replay(attached, setup, real)
+                session = setup.replay(attached, real.sum(-1), real.shape[1])
                 session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
                 hidden = session.decode(ids[:, PROMPT:], real[:, PROMPT:])
             with monkeypatch.context() as patch:
                 selections(decoded, patch)
-                live = open_live(attached, setup, STEPS)
+                live = setup.live(attached, STEPS)
                 live.prefill(ids[:, :PROMPT], real[:, :PROMPT])
                 logits = [live.decode_step(ids[:, PROMPT + step]) for step in range(STEPS)]
             assert replayed.keys() == decoded.keys() and len(decoded) == STEPS * 28
