@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from benchmarks import gpu
 from benchmarks.gpu_parts import rates, trace
 from harness.decode import memory as pinned
 from harness.decode.memory import Tuning
+from harness.errors import BugError
+from harness.model.resources import Resources
 from harness.results.record import read_record
 from harness.run import runner
+from harness.run.all_runs import run_apart
 from harness.run.compose import load
 from harness.settings.config import LatencyConfig
 from tests.fake_cuda import CUDA, FakeSlab, fake_gpu
@@ -129,6 +133,18 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
         assert run(tmp_path, "--shapes", "1x24", "--parts", "steps") == 0
         lines = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("1 x 24 ")]
         assert lines == shown
+
+
+def spoilt(pipe):
+    """A process in which every run ends with a bug that names it, as after a CUDA error."""
+    while pipe.recv():
+        pipe.send((BugError(str(os.getpid())), 0.0))
+
+
+def test_after_a_bug_the_next_run_has_a_new_process(monkeypatch):
+    monkeypatch.setattr("harness.run.all_runs._child", spoilt)
+    one, two = map(str, run_apart(["one", "two"], Resources()))
+    assert one != two
 
 
 def test_a_decode_step_is_traced(tmp_path, capsys):
