@@ -54,8 +54,7 @@ def first_tokens(case: Case, ids: torch.Tensor, options: dict[str, object]) -> l
 
 def bytes_of_usage(case: Case, ids: torch.Tensor, end: int, steps: int, options: dict[str, object]) -> tuple[int, int]:
     with attached_with_link() as (attached, link), CachedModel(
-        attached, case.method, codec=case.codec, calibration=calibration_of(attached), placement="host", link=link,
-        **options,
+        attached, replace(setup_of(attached, case), **options), {"placement": "host", "link": link}
     ) as cached:  # fmt: skip
         made = cached.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=end, pad_token_id=0)
         assert made.shape[1] == ids.shape[1] + steps + 1 and cached.usage.steps == steps

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.checks.contract import budget_is_its_closed_form, live_is_replay, padded_is_alone
-from harness.checks.two_ways import Trial, open_replay
+from harness.checks.two_ways import Trial
 from harness.errors import UserError
 from harness.model import prompts
 from harness.model.attach import attach
@@ -75,7 +75,7 @@ def prompted(model, method, prompts=PROMPT, steps=0):
     ids, real = token_batch(prompts, steps)
     seen = []
     with attach(model) as attached:
-        session = open_replay(attached, Setup(method, None, None), real)
+        session = Setup(method, None, None).replay(attached, real.sum(-1), real.shape[1])
         keep = session._keep_prompt
         session._keep_prompt = lambda layer, prompt: (seen.append(prompt.tensors()), keep(layer, prompt))
         columns = max(prompts)

@@ -20,7 +20,7 @@ from harness.results.step_stats import StepStats, StepTimes, deviation, stats_of
 from harness.speed.generate import Generated
 from tests.cases import CASES
 from tests.fake_cuda import CUDA, Event, Stream, fake_streams
-from tests.living import attached_with_link, calibration_of
+from tests.living import attached_with_link, calibration_of, setup_of
 
 STEPS = [0.04, 0.01, 0.02, 0.03, 0.1]
 
@@ -176,8 +176,7 @@ def test_an_attached_model_tells_the_time_between_tokens(placement):
     """The marks are made by the steps; a program that takes its time between two calls finds it in TPOT."""
     pause = 0.05
     with attached_with_link() as (attached, link), CachedModel(
-        attached, CASES["infinigen"].method, calibration=calibration_of(attached), placement=placement, link=link,
-        max_new_tokens=8,
+        attached, setup_of(attached, CASES["infinigen"]), {"placement": placement, "link": link}, max_new_tokens=8
     ) as cached:  # fmt: skip
         ids = torch.randint(3, 200, (2, 20))
         output = cached(ids, use_cache=True)
