@@ -15,12 +15,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.checks.two_ways import open_live
 from harness.decode.session import LiveSession
-from harness.model.attach import attach
 from harness.model.resources import Resources
-from harness.replay.setup import prepare
 from harness.settings.config import BEHIND_LINK, RunConfig
-from harness.speed.latency import decode_rows, prompt_ids, require_length, two_memories
+from harness.speed.latency import decode_rows, prompt_ids
 from harness.speed.link_rate import idle_s
+from harness.speed.memories import opened
 
 WARM_UP = 3
 """Steps before the profiled one; the last of them is timed without the profiler."""
@@ -35,17 +34,13 @@ GIB = 2**30
 def trace_step(config: RunConfig, path: Path) -> None:
     """Profile a decode step of the run that `config` describes. Writes a Chrome trace to `path`, compressed where it
     ends with .gz, and prints the step's time without the profiler, its kernels, and how busy each stream was.
-
-    Raises UserError for a sequence that is too long for the model.
     """
     loaded, shape = Resources().model(config.model), config.latency
-    require_length(shape, loaded)
-    with attach(loaded.model) as attached, two_memories(config, attached) as (_, link):
-        setup = prepare(config, loaded, attached, lambda: decode_rows(shape))
+    with opened(config, loaded, lambda: decode_rows(shape)) as (attached, setup, _, link):
         options = {"placement": config.placement, "gpu_cache": config.gpu_cache, "pinned": config.platform.pinned}
         options["link"] = link if config.placement in BEHIND_LINK else None
         with closing(open_live(attached, setup, shape.gen_len, **options)) as session:
-            found = _profiled(session, prompt_ids(config, loaded).to(attached.device))
+            found = _profiled(session, prompt_ids(config, loaded, shape.batch_size).to(attached.device))
             pinned_gib = session.pinned_bytes / GIB
     path.parent.mkdir(parents=True, exist_ok=True)
     found.export_chrome_trace(str(path))

@@ -16,7 +16,7 @@ from harness.model.attach import attach as attach_decoder
 from harness.model.generation import Settings, require_count
 from harness.replay.setup import prepare
 from harness.settings.task_config import NEW_TOKENS
-from harness.speed.latency import compute_threads, two_memories
+from harness.speed.memories import compute_threads, two_memories
 from methods.base import TokenCounts
 
 if TYPE_CHECKING:

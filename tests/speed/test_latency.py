@@ -22,6 +22,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.model.random_ids import RandomIds
 from harness.model.resources import Resources
+from harness.replay.setup import Setup
 from harness.results import columns
 from harness.results.metrics import OF_DISK, UNMET_BUDGET
 from harness.results.record import settings_id
@@ -60,16 +61,17 @@ ONE_RUN = [
 
 
 @pytest.fixture
-def ids():
-    return torch.randint(3, 256, (BATCH, PROMPT), generator=torch.Generator().manual_seed(1))
+def timed(tiny_gqa):
+    """Metrics and samples of a timed run of a method on the tiny model."""
+    ids = torch.randint(3, 256, (BATCH, PROMPT), generator=torch.Generator().manual_seed(1))
 
+    def run(method, shape=SHAPE, *, codec=None, gpu_cache=0, bytes_per_s=FAST, overlap=True, shared=True, **options):
+        with attach(tiny_gqa) as attached, open_link(attached.device, bytes_per_s=bytes_per_s, overlap=overlap) as link:
+            setup = Setup(method, codec, calibrate(attached, InfiniGen(), ids[0].tolist()), gpu_cache)
+            prompt = run_shared_prompt(attached, ids, shape.repeats) if shared else ids
+            return time_run(attached, prompt, TimedRun(setup, shape, **options), link=link)
 
-def timed(model, ids, timed_run, *, bytes_per_s=FAST, overlap=True, shared=True):
-    """Metrics and samples of a timed run."""
-    with attach(model) as attached, open_link(attached.device, bytes_per_s=bytes_per_s, overlap=overlap) as link:
-        calibration = calibrate(attached, InfiniGen(), ids[0].tolist())
-        prompt = run_shared_prompt(attached, ids, timed_run.shape.repeats) if shared else ids
-        return time_run(attached, prompt, timed_run, link=link, calibration=calibration)
+    return run
 
 
 HEADS, HEAD_DIM = 2, 16
@@ -84,26 +86,26 @@ PROJECTION = EXACT * 2 * 8 * 16 * 5 // 32  # 16 x 5 numbers a step and layer
 
 
 @pytest.mark.parametrize(
-    ("timed_run", "h2d_bytes", "d2h_bytes", "read_there"),
+    ("method", "options", "h2d_bytes", "d2h_bytes", "read_there"),
     [
-        (TimedRun(Full(), SHAPE), EXACT * 4 * CACHED, OWN, 0),
-        (TimedRun(Full(dense_layers=2), SHAPE, codec=IntegerCodec("int4")), HALF * 2 * CACHED, 8 * 2 * HALF, 0),
-        (TimedRun(InfiniGen(fixed_fetch=5), SHAPE), SELECTED, OWN, COLUMNS + PROJECTION),
-        (TimedRun(Full(), SHAPE, placement="device"), 0, 0, EXACT * 4 * CACHED),
+        (Full(), {}, EXACT * 4 * CACHED, OWN, 0),
+        (Full(dense_layers=2), {"codec": IntegerCodec("int4")}, HALF * 2 * CACHED, 8 * 2 * HALF, 0),
+        (InfiniGen(fixed_fetch=5), {}, SELECTED, OWN, COLUMNS + PROJECTION),
+        (Full(), {"placement": "device"}, 0, 0, EXACT * 4 * CACHED),
     ],
     ids=["offload", "offload+int4", "infinigen", "ideal"],
 )
-def test_bytes_are_those_computed_by_hand(tiny_gqa, ids, timed_run, h2d_bytes, d2h_bytes, read_there):
-    metrics, samples = timed(tiny_gqa, ids, timed_run)
+def test_bytes_are_those_computed_by_hand(timed, method, options, h2d_bytes, d2h_bytes, read_there):
+    metrics, samples = timed(method, **options)
     read = h2d_bytes + read_there + OWN
     for name, num_bytes in {"h2d_bytes": h2d_bytes, "d2h_bytes": d2h_bytes, "device_read_bytes": read}.items():
         assert samples[f"timed_{name}"] == num_bytes
         assert metrics[name] == round(num_bytes * 11 / 8), "of gen_len - 1 steps"
 
 
-def test_a_link_of_known_rate_takes_its_time_and_without_overlap_all_of_it_is_waited_for(tiny_gqa, ids):
+def test_a_link_of_known_rate_takes_its_time_and_without_overlap_all_of_it_is_waited_for(timed):
     slow = 2e7
-    metrics, samples = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=slow)
+    metrics, samples = timed(Full(), bytes_per_s=slow)
     moved, steps_s = samples["timed_h2d_bytes"] + samples["timed_d2h_bytes"], sum(map(sum, samples["step_s"]))
     busy_s = moved / metrics["link_bytes_per_s"]
     # The first layer's rows of the first timed step may have crossed before; no step is faster than the rest of them.
@@ -111,16 +113,16 @@ def test_a_link_of_known_rate_takes_its_time_and_without_overlap_all_of_it_is_wa
     assert metrics["link_utilisation"] == pytest.approx(busy_s / steps_s, rel=0.3)
     assert 0 < metrics["exposed_transfer_s"] < metrics["decode_s"]
     assert metrics["host_kv_bytes"] == 4 * (PROMPT + 12) * EXACT and metrics["hit_rate"] == 0
-    waiting, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=slow, overlap=False)
+    waiting, _ = timed(Full(), bytes_per_s=slow, overlap=False)
     all_of_it = 11 / 8 * sum(4 * (PROMPT + s) for s in TIMED) * EXACT / slow
     assert waiting["exposed_transfer_s"] >= 0.95 * all_of_it
     assert metrics["exposed_transfer_s"] < waiting["exposed_transfer_s"]
-    fast, _ = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE), bytes_per_s=1e12)
+    fast, _ = timed(Full(), bytes_per_s=1e12)
     assert 0 < fast["link_utilisation"] < metrics["link_utilisation"] <= 1.0001
 
 
-def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
-    metrics, samples = timed(tiny_gqa, ids, TimedRun(Full(), SHAPE))
+def test_metrics_are_those_of_the_raw_times(timed):
+    metrics, samples = timed(Full())
     ordered = sorted(seconds for repeat in samples["step_s"] for seconds in repeat)
     mean = sum(ordered) / 8
     assert metrics["tpot_p50_s"] == pytest.approx((ordered[3] + ordered[4]) / 2)
@@ -160,37 +162,37 @@ class Followed(LiveSession):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(tiny_gqa, ids, monkeypatch, shared):
+def test_each_repeat_begins_anew_with_the_same_prompt_in_a_session_of_its_own(timed, monkeypatch, shared):
     monkeypatch.setattr(Followed, "cached", [])
     monkeypatch.setattr(Followed, "most_alive", 0)
     monkeypatch.setattr("harness.replay.session.LiveSession", Followed)
     shape = replace(SHAPE, repeats=3)
-    metrics, samples = timed(tiny_gqa, ids, TimedRun(InfiniGen(), shape, gpu_cache=1), shared=shared)
+    metrics, samples = timed(InfiniGen(), shape, gpu_cache=1, shared=shared)
     steps = [PROMPT + step for step in range(2 + 4)]
     assert Followed.cached == [*([] if shared else [[]]), steps, steps, steps], "a prompt of ids has a warm-up"
     assert Followed.most_alive == 1, "of one session's memory"
     assert [len(repeat) for repeat in samples["step_s"]] == [4, 4, 4] and metrics["num_timed_steps"] == 12
     assert len(samples["begin_s"]) == len(samples["dense_s"]) == 3
     assert len({*samples["dense_s"]}) == (3 if shared else 1)
-    once, _ = timed(tiny_gqa, ids, TimedRun(InfiniGen(), replace(SHAPE, repeats=1), gpu_cache=1), shared=shared)
+    once, _ = timed(InfiniGen(), replace(SHAPE, repeats=1), gpu_cache=1, shared=shared)
     assert once["ttft_spread_s"] is once["tpot_spread_s"] is None
     for name in ("h2d_bytes", "budget", "hit_rate", "device_kv_bytes"):
         assert once[name] == pytest.approx(metrics[name]), "repeats read the same rows"
 
 
-def test_a_method_that_runs_the_prompt_itself_does_not_count_the_shared_pass(tiny_gqa, ids):
+def test_a_method_that_runs_the_prompt_itself_does_not_count_the_shared_pass(timed):
     class Sees(H2O):
         needs_inputs = True
 
-    _, samples = timed(tiny_gqa, ids, TimedRun(Sees(), SHAPE))
+    _, samples = timed(Sees())
     assert samples["dense_s"] == [0, 0] and min(samples["begin_s"]) > 0
 
 
-def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
+def test_device_memory_is_weights_and_what_is_placed_there(timed, tiny_gqa):
     weights = sum(weight.nbytes for weight in tiny_gqa.parameters())
 
     def beside_weights(method, **placed) -> int:
-        metrics, _ = timed(tiny_gqa, ids, TimedRun(method, SHAPE, **placed))
+        metrics, _ = timed(method, **placed)
         assert metrics["device_kv_bytes"] == metrics["peak_device_bytes"] - weights
         return metrics["device_kv_bytes"]
 
@@ -200,9 +202,9 @@ def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     assert caching == plain + buffers + lists, "in each of two layers"
 
 
-def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, ids):
-    whole, of_whole = timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE), shared=False)
-    some, of_some = timed(tiny_gqa, ids, TimedRun(InfiniGen(), SHAPE, weights_on_device=0.7), shared=False)
+def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(timed):
+    whole, of_whole = timed(InfiniGen(), shared=False)
+    some, of_some = timed(InfiniGen(), weights_on_device=0.7, shared=False)
     square = 64 * 64 * 4
     away = [5 * square // 2, 5 * square // 2, 3 * square, 5 * square // 2]  # 30 % of a layer's 9 matrices and norms
     layers = 4 * (9 * square + 2 * 64 * 4)
