@@ -71,39 +71,15 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
     """The rows of a task that does not make its own, and where they lie. own: the task's YAML,
     resolved.
 
-    Raises:
-        UserError: a file that is missing or malformed, a hub that cannot be reached, or too few
-        examples.
+    Raises UserError for a file that is missing or malformed, and a hub that cannot be reached.
     """
     if names_files(own):
-        source = _named_source(task, own)
-    elif config.data.name == "local":
-        files = find_files(str(config.data.root), task, own)
-        rows = {split: _read(split, paths, template_fields(own)) for split, paths in files.items()}
-        source = Source(f"data.root={config.data.root}", rows, files)
-    else:
-        source = Source(f"data=hub: {own.get('dataset_path')}", hub_rows(task, own))
-    _require_examples(task, own, source)
-    return source
-
-
-def _require_examples(task: str, own: Mapping[str, Any], source: Source) -> None:
-    """Raise UserError where a split has fewer rows than lm-eval draws of it as examples."""
-    shots, split = own["num_fewshot"], example_split(own)
-    in_yaml = (own.get("fewshot_config") or {}).get("samples")
-    if not shots or callable(in_yaml):
-        return
-    if in_yaml is not None and not own.get("fewshot_split"):
-        count, needed = len(in_yaml), shots
-    else:
-        count = len(source.rows.get(str(split), ()))
-        # lm-eval draws one more, lest the row that is asked be among them, where both are equal.
-        needed = shots + (own.get("fewshot_split") == own.get("test_split"))
-    if count < needed:
-        raise UserError(
-            f"num_fewshot={shots}: {task} has {count} rows of its split {split or 'train'} in "
-            f"{source.name}, from which {needed} are drawn; allowed: fewer"
-        )
+        return _named_source(task, own)
+    if config.data.name != "local":
+        return Source(f"data=hub: {own.get('dataset_path')}", hub_rows(task, own))
+    files = find_files(str(config.data.root), task, own)
+    rows = {split: _read(split, paths, template_fields(own)) for split, paths in files.items()}
+    return Source(f"data.root={config.data.root}", rows, files)
 
 
 def names_files(config: Mapping[str, Any]) -> bool:
@@ -132,9 +108,8 @@ def _unreadable(config: Mapping[str, Any]) -> str:
 def _builder(config: Mapping[str, Any]) -> Any:
     import datasets
 
-    given = (config["dataset_path"], config.get("dataset_name"))
     with no_network(), refused(_unreadable(config)):
-        return datasets.load_dataset_builder(*given, **hub_options(config))
+        return datasets.load_dataset_builder(*_named(config), **hub_options(config))
 
 
 def _named_source(task: str, config: Mapping[str, Any]) -> Source:
@@ -152,9 +127,7 @@ def _named_source(task: str, config: Mapping[str, Any]) -> Source:
             options = builder.config.pd_read_csv_kwargs
             rows = {split: read_csv(paths, options) for split, paths in files.items()}
         else:
-            rows = datasets.load_dataset(
-                config["dataset_path"], config.get("dataset_name"), **hub_options(config)
-            )
+            rows = datasets.load_dataset(*_named(config), **hub_options(config))
     return Source(f"task {task}", rows, files)
 
 
@@ -220,11 +193,10 @@ def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
     """
     from jinja2 import Environment, meta
 
+    if config.get("process_docs"):
+        return ()
     found: set[str] = set()
-    for name in (
-        ("doc_to_text", "doc_to_target", "doc_to_choice") if not config.get("process_docs") else ()
-    ):
-        template = config.get(name)
+    for template in map(config.get, ("doc_to_text", "doc_to_target", "doc_to_choice")):
         if isinstance(template, str) and not re.search(r"{%|\bif\b|\bdefault\b", template):
             found |= meta.find_undeclared_variables(Environment().parse(template))
     return tuple(sorted(found))
@@ -233,14 +205,16 @@ def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
 # The hub
 
 
+def _named(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The name of a task's data set, and of its part."""
+    return config.get("dataset_path"), config.get("dataset_name")
+
+
 def hub_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with which a task loads its data set from the hub; code in a data set is never
-    run."""
-    return {
-        key: value
-        for key, value in (config.get("dataset_kwargs") or {}).items()
-        if key != "trust_remote_code"
-    }
+    """The options with which a task loads its data set; code in a data set is never run."""
+    options = dict(config.get("dataset_kwargs") or {})
+    options.pop("trust_remote_code", None)
+    return options
 
 
 def hub_rows(task: str, config: Mapping[str, Any]) -> Any:
@@ -248,12 +222,10 @@ def hub_rows(task: str, config: Mapping[str, Any]) -> Any:
     `from_hub`."""
     import datasets
 
-    path, part = config.get("dataset_path"), config.get("dataset_name")
-
     def load() -> Any:
-        return datasets.load_dataset(path=path, name=part, **hub_options(config))
+        return datasets.load_dataset(*_named(config), **hub_options(config))
 
-    return from_hub(str(path), load, f"{layout(task, config)} below it")
+    return from_hub(str(config.get("dataset_path")), load, f"{layout(task, config)} below it")
 
 
 @contextmanager
@@ -312,9 +284,8 @@ def revision(config: Mapping[str, Any], fetch: Callable[[], object]) -> str:
     import datasets
 
     def cached() -> str:
-        given = (config.get("dataset_path"), config.get("dataset_name"))
         with no_network(), suppress(Exception):  # of which `datasets` has many for missing rows
-            return str(datasets.load_dataset_builder(*given, **hub_options(config)).hash)
+            return str(datasets.load_dataset_builder(*_named(config), **hub_options(config)).hash)
         return ""
 
     found = cached()

@@ -64,6 +64,7 @@ Reference = tuple[Tensor, Tensor]
 """Of the full cache on the scored rows of a window: nll, fp64 [rows] on the CPU, and final hidden
 states [rows, hidden_size]."""
 Prompts = Sequence[Sequence[int]]
+Metrics = dict[str, float | None]
 
 
 def run_perplexity(
@@ -78,14 +79,10 @@ def run_perplexity(
     limit, a method that the lengths do not fit or that never ran, and a perplexity that overflows.
     """
     prompt, new = config.prefill_len, config.max_new_tokens
-    if new is None:
-        name, length, lengths = "seq_len", config.seq_len, f"seq_len={config.seq_len}"
-    else:
-        name, length, lengths = (
-            "prefill_len",
-            prompt,
-            f"prefill_len={prompt} and max_new_tokens={new}",
-        )
+    name, length, lengths = "seq_len", config.seq_len, f"seq_len={config.seq_len}"
+    if new is not None:
+        name, length = "prefill_len", prompt
+        lengths = f"prefill_len={prompt} and max_new_tokens={new}"
     total = length + (new or 0)
     if total > loaded.max_length:
         raise UserError(f"{lengths}: {loaded.name} takes at most {loaded.max_length} tokens")
@@ -95,9 +92,8 @@ def run_perplexity(
         rows = [TokenCounts(cached, max(1, prompt), total) for cached in range(prompt, total - 1)]
         setup = prepare(config, loaded, attached, lambda: rows)
         if new is None:
-            scored = []
-            for window in bar(windows, desc="windows", unit="window"):
-                scored.append(_score(attached, setup, window, prompt, references))
+            shown = bar(windows, desc="windows", unit="window")
+            scored = [_score(attached, setup, window, prompt, references) for window in shown]
             outcome = summarize(scored, config)
         else:
             outcome = _decoded(attached, setup, windows, config, loaded, references)
@@ -233,14 +229,14 @@ def as_perplexity(nll: float, where: str) -> float:
 def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     """Means over all scored rows; standard errors over windows (None with a single window)."""
     reads = sum((window.reads for window in windows), ReadStats())
-    metrics: dict[str, float | None] = {"num_samples": len(windows)}
-    _add(metrics, "perplexity", [window.scores.nll for window in windows])
-    _add(metrics, "perplexity_full", [window.full_nll for window in windows])
-    _add(metrics, "kl_nats", [window.scores.kl for window in windows])
-    _add(metrics, "top1_agreement", [window.scores.agrees for window in windows])
+    metrics: Metrics = {"num_samples": len(windows)}
+    metrics |= _of_rows("perplexity", [window.scores.nll for window in windows])
+    metrics |= _of_rows("perplexity_full", [window.full_nll for window in windows])
+    metrics |= _of_rows("kl_nats", [window.scores.kl for window in windows])
+    metrics |= _of_rows("top1_agreement", [window.scores.agrees for window in windows])
     for name in ("attention_recall", *reads.shares):
-        metrics[name] = getattr(reads, name)
-        metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
+        shares = [getattr(window.reads, name) for window in windows]
+        metrics |= _with_error(name, getattr(reads, name), shares)
     num_layers = len(windows[0].errors)
     dense_layers = min(windows[0].dense_layers, num_layers - 1)
     errors = [window.errors[dense_layers:] for window in windows]
@@ -249,30 +245,42 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     for layer in range(num_layers):
         of_layer = [window.errors[layer] for window in windows]
         layers.append({"layer": layer} | error_metrics(of_layer))
-    samples: dict[str, Any] = {"windows": []}
+    samples = []
     for window, of_window in zip(windows, errors, strict=True):
-        samples["windows"].append(_raw(window) | error_means(of_window))
-    samples[LAYERS] = layers
+        numbers = {
+            "place": window.place,
+            "nll": float(window.scores.nll.mean()),
+            "nll_full": float(window.full_nll.mean()),
+            "kl_nats": float(window.scores.kl.mean()),
+            "top1_agreement": float(window.scores.agrees.mean()),
+            "attention_recall": window.reads.attention_recall,
+            "budget": window.reads.budget,
+        }
+        samples.append(numbers | error_means(of_window))
     return Outcome(
         {config.corpus.title: metrics},
-        samples,
+        {"windows": samples, LAYERS: layers},
         chunks=_chunks(windows, config.prefill_len, config.seq_len),
     )
 
 
-def _add(
-    metrics: dict[str, float | None], name: str, rows: Sequence[Tensor], where: str = ""
-) -> None:
-    """The mean over all rows, and its error over windows; of a perplexity exp of the mean. where:
-    of the rows."""
+def _of_rows(name: str, rows: Sequence[Tensor], where: str = "window {}") -> Metrics:
+    """The mean over all rows of the windows, and its error."""
     means = [float(part.mean()) for part in rows]
-    value = float(torch.cat(list(rows)).mean())
-    if name.startswith("perplexity"):
-        means = [
-            as_perplexity(mean, f"window {index + 1}{where}") for index, mean in enumerate(means)
-        ]
-        value = math.exp(value)
-    metrics |= {name: value, f"{name}_stderr": _stderr(means)}
+    return _with_error(name, float(torch.cat(list(rows)).mean()), means, where)
+
+
+def _with_error(
+    name: str, mean: float | None, values: Sequence[float | None], where: str = "window {}"
+) -> Metrics:
+    """A mean and its standard error over windows or prompts, whose means are `values`; of a
+    perplexity exp of each. None where nothing is known. where: the place of a value, by number."""
+    known = [value for value in values if value is not None]
+    if name in EXPONENTIAL and mean is not None:
+        known = [as_perplexity(value, where.format(at)) for at, value in enumerate(known, 1)]
+        mean = math.exp(mean)
+    error = clustered_stderr(known, range(len(known))) if known else None
+    return {name: mean, f"{name}_stderr": error}
 
 
 def error_means(errors: Tensor) -> dict[str, float]:
@@ -284,35 +292,13 @@ def error_means(errors: Tensor) -> dict[str, float]:
     }
 
 
-def error_metrics(errors: Sequence[Tensor]) -> dict[str, float | None]:
-    """`error_means` of all windows together, each with its standard error over windows.
-
-    errors: of each window, fp32 of any equal shape.
-    """
+def error_metrics(errors: Sequence[Tensor]) -> Metrics:
+    """`error_means` of all windows together. errors: of each window, fp32 of any equal shape."""
     of_windows = [error_means(of_window) for of_window in errors]
-    metrics: dict[str, float | None] = {}
+    metrics: Metrics = {}
     for name, value in error_means(torch.stack(list(errors))).items():
-        values = [of_window[name] for of_window in of_windows]
-        metrics |= {name: value, f"{name}_stderr": _stderr(values)}
+        metrics |= _with_error(name, value, [of_window[name] for of_window in of_windows])
     return metrics
-
-
-def _stderr(values: Sequence[float | None]) -> float | None:
-    """Standard error of a mean over windows."""
-    known = [value for value in values if value is not None]
-    return clustered_stderr(known, range(len(known))) if known else None
-
-
-def _raw(window: Window) -> dict[str, Any]:
-    return {
-        "place": window.place,
-        "nll": float(window.scores.nll.mean()),
-        "nll_full": float(window.full_nll.mean()),
-        "kl_nats": float(window.scores.kl.mean()),
-        "top1_agreement": float(window.scores.agrees.mean()),
-        "attention_recall": window.reads.attention_recall,
-        "budget": window.reads.budget,
-    }
 
 
 def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[dict[str, Any]]:
@@ -322,13 +308,12 @@ def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[d
         rows = slice(max(first - prefill_len, 0), stop - prefill_len)
         own = [window.scores.nll[rows] for window in windows]
         full = [window.full_nll[rows] for window in windows]
-        metrics: dict[str, float | None] = {}
-        _add(metrics, "perplexity", own, f", rows {first} to {stop - 1}")
-        pairs = [
-            {"nll": float(one.mean()), "nll_full": float(two.mean())}
-            for one, two in zip(own, full, strict=True)
-        ]
+        where = f"window {{}}, rows {first} to {stop - 1}"
+        pairs = []
+        for one, two in zip(own, full, strict=True):
+            pairs.append({"nll": float(one.mean()), "nll_full": float(two.mean())})
         chunk = {"first": first, "stop": stop, "num_tokens": sum(map(len, own))}
+        metrics = _of_rows("perplexity", own, where)
         chunks.append(chunk | {"metrics": metrics, "windows": pairs})
     return chunks
 
@@ -345,13 +330,12 @@ class Text(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A method's text beside the full cache's. kl, agrees: fp64 [tokens - 1], as `RowScores` has
-    them, of the steps after the first along the method's own text."""
+    """A method's text beside the full cache's. scores: of the method, of the steps after the first
+    along its own text."""
 
     own: Text
     full: Text
-    kl: Tensor
-    agrees: Tensor
+    scores: RowScores
 
 
 def _decoded(
@@ -393,7 +377,7 @@ def _decoded(
         for prompt, tokens, hidden, other in zip(batch, *made, full, strict=True):
             nll, reference = full_pass(attached, [*prompt, *tokens.tolist()], length)
             scores = score_rows(attached, hidden, tokens[1:], reference)
-            pairs.append(Pair(Text(tokens.tolist(), nll), other, scores.kl, scores.agrees))
+            pairs.append(Pair(Text(tokens.tolist(), nll), other, scores))
     samples = []
     for window, pair in zip(windows, pairs, strict=True):
         texts = {"text": pair.own.tokens, "text_full": pair.full.tokens}
@@ -449,8 +433,8 @@ def measures(pair: Pair) -> dict[str, Any]:
     own, full = repetition(pair.own.tokens), repetition(pair.full.tokens)
     nll, nll_full = float(pair.own.nll.mean()), float(pair.full.nll.mean())
     return {
-        "kl_nats": float(pair.kl.mean()),
-        "top1_agreement": float(pair.agrees.mean()),
+        "kl_nats": float(pair.scores.kl.mean()),
+        "top1_agreement": float(pair.scores.agrees.mean()),
         "first_divergence": [*same, False].index(False),
         "nll": nll,
         "nll_full": nll_full,
@@ -481,20 +465,14 @@ def curve(pairs: Sequence[Pair], num_tokens: int) -> Iterator[dict[str, Any]]:
         if begin == stop:
             continue
         rows = slice(begin - 1, stop - 1)
-        metrics = _mean("kl_nats", [float(pair.kl[rows].mean()) for pair in pairs])
+        metrics = _mean("kl_nats", [float(pair.scores.kl[rows].mean()) for pair in pairs])
         metrics |= _mean("text_perplexity", [float(pair.own.nll[rows].mean()) for pair in pairs])
         chunk = {"first": first, "stop": stop, "num_tokens": (stop - begin) * len(pairs)}
         yield chunk | {"metrics": metrics}
 
 
-def _mean(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """The mean over prompts and its standard error, of a perplexity exp of the mean; None where
-    nothing is known."""
+def _mean(name: str, values: Sequence[float | None]) -> Metrics:
+    """The mean over prompts, and its error."""
     known = [value for value in values if value is not None]
-    if not known:
-        return {name: None, f"{name}_stderr": None}
-    mean = sum(known) / len(known)
-    if name in EXPONENTIAL:
-        known = [as_perplexity(value, f"prompt {index + 1}") for index, value in enumerate(known)]
-        mean = math.exp(mean)
-    return {name: mean, f"{name}_stderr": clustered_stderr(known, range(len(known)))}
+    mean = sum(known) / len(known) if known else None
+    return _with_error(name, mean, values, "prompt {}")

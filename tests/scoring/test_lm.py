@@ -1,9 +1,8 @@
 """Log-likelihoods and texts through replay: HFLM's for the full cache, live decoding's tokens for every method, and no
 trace of how work was shared."""
 
-import io
-import sys
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -24,11 +23,11 @@ from harness.results.record import settings_id
 from harness.run.compose import load
 from harness.scoring import answers
 from harness.scoring.answers import Request, Score, score
-from harness.scoring.evaluation import ReplayEngine, decode_rows
-from harness.scoring.lm import Prefill, ReplayLM
+from harness.scoring.lm import ReplayLM, decode_rows
+from harness.scoring.planning import Prefill
 from harness.scoring.question import QuestionFinder
 from harness.scoring.writing import Written, generate
-from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig, TaskConfig
+from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
 from methods.full import Full
 from tests.cases import CASES
 from tests.living import endless, open_live, setup_of, tiny
@@ -93,11 +92,17 @@ def written(requests: list[Request], name: str = "full") -> tuple[list[list[int]
     return [each.tokens for each in found], reads
 
 
-def language_model(prefill=DENSE, *, family="gqa", max_length=MAX_LENGTH, tokenizer=TOKENIZER, **options) -> ReplayLM:
-    """Scores and texts of the full cache, where `options` have no others."""
-    workers = {"scorer": lambda asked: scored(asked, family=family)[0], "generator": lambda asked: generated(asked)[0]}
-    loaded = LoadedModel(tiny(family), tokenizer, "tiny", max_length)
-    lm = ReplayLM(loaded, prefill, **(workers | options))
+defaults = cache(lambda: load(["experiment=tasks"]))
+
+
+def language_model(
+    prefill=DENSE, *, name="full", family="gqa", max_length=MAX_LENGTH, tokenizer=TOKENIZER, about=None, **settings
+) -> ReplayLM:
+    """Scores and texts of a case. about: changes of how it is prompted; settings: of the run."""
+    config = replace(defaults(), task=replace(defaults().task, **(about or {})), **settings)
+    lm = ReplayLM(config, LoadedModel(tiny(family), tokenizer, "tiny", max_length), "task", prefill)
+    lm.score = lambda asked: scored(asked, name, family)[0]
+    lm.generate = lambda asked: generated(asked, name)[0]
     lm.cache_hook.dbdict = {}
     return lm
 
@@ -108,19 +113,17 @@ def hflm(family: str = "gqa", max_length: int = MAX_LENGTH, batch_size: int = 2)
 
 def planned(asked: list[Instance], prefill=DENSE, **options) -> list[Request]:
     """What is asked of the model, which does not answer."""
-    workers = {
-        "scorer": lambda each: [Score(0.0, False)] * len(each),
-        "generator": lambda each: [Written([5], False)] * len(each),
-    }
-    lm = language_model(prefill, **(workers | options))
+    lm = language_model(prefill, **options)
+    lm.score = lambda each: [Score(0.0, False)] * len(each)
+    lm.generate = lambda each: [Written([5], False)] * len(each)
     getattr(lm, asked[0].request_type)(asked)
     return lm.requests
 
 
-def engine_of(*settings: str) -> ReplayEngine:
-    """The engine of a run of tasks on the tiny model."""
+def run_of(*settings: str) -> ReplayLM:
+    """A run of a task on the tiny model."""
     loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH)
-    return ReplayEngine(load(["experiment=tasks", *settings]), loaded, "task", io.StringIO())
+    return ReplayLM(load(["experiment=tasks", *settings]), loaded, "task", DENSE)
 
 
 def work_of(monkeypatch) -> list[tuple[str, int, int]]:
@@ -200,7 +203,7 @@ def test_what_is_asked_for_a_text():
     assert found.prefill_len == (found.context_len + 9) // 2
 
 
-CUT = {"about": TaskConfig(too_long="truncate")}
+CUT = {"about": {"too_long": "truncate"}}
 ROLLING = choices([(TEXTS[1],)], kind="loglikelihood_rolling")
 REFUSED = {
     "question 0: prefill=question finds no .* not there": (choices([("no separator", " x")]), {"prefill": QUESTION}),
@@ -231,7 +234,9 @@ REFUSED = {
 def test_refused_before_the_model_runs(message):
     asked, options = REFUSED[message]
     with pytest.raises(UserError, match=message):
-        planned(asked, **({"scorer": pytest.fail, "generator": pytest.fail} | options))
+        lm = language_model(**options)
+        lm.score = lm.generate = pytest.fail
+        getattr(lm, asked[0].request_type)(asked)
 
 
 def test_generation_kwargs_that_are_not_offered():
@@ -305,8 +310,7 @@ def test_a_template_writes_the_same_day_every_day(monkeypatch):
     ids = set()
     for day, written in (("2024-07-26", "26 Jul 2024"), ("2026-02-03", "03 Feb 2026")):
         config = load(["experiment=tasks", "apply_chat_template=true", f"chat_date={day}"])
-        loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
-        lm = ReplayEngine(config, loaded, "task", sys.stderr).lm(DENSE)
+        lm = run_of("apply_chat_template=true", f"chat_date={day}")
         assert lm.apply_chat_template(turn) == f"{written} 00:00 hello"
         ids.add(settings_id(config, {}))
     assert len(ids) == 2
@@ -325,7 +329,7 @@ def test_answers_begin_after_the_thinking_as_hflms(given, monkeypatch):
         if thinks and given is None:
             continue
         stock = HFLM(**options, enable_thinking=thinks, think_end_token=given)
-        about = TaskConfig(enable_thinking=thinks, think_end_token=given)
+        about = {"enable_thinking": thinks, "think_end_token": given}
         lm = language_model(about=about)
         turn = [{"role": "user", "content": "hello"}]
         assert lm.apply_chat_template(turn) == stock.apply_chat_template(turn)
@@ -446,7 +450,7 @@ def test_what_has_no_decode_row_is_scored_densely_as_hflms():
     of_texts = choices([("a",)], [(TEXTS[1],)], [("",)], kind="loglikelihood_rolling")
     of_one_token = texts(*CONTEXTS, until=[], max_gen_toks=1)
     for name in ("full", "h2o"):
-        lm = language_model(scorer=lambda each, name=name: scored(each, name)[0])
+        lm = language_model(name=name)
         found = lm.loglikelihood(asked[:2]) + lm.loglikelihood(asked)[-1:]
         expected = stock.loglikelihood([*asked[:2], asked[-1]], disable_tqdm=True)
         assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
@@ -454,7 +458,7 @@ def test_what_has_no_decode_row_is_scored_densely_as_hflms():
         assert lm.notes() == [
             "task: 4 of 9 requests leave no decode row; they are scored densely, as by the full cache"
         ]
-        lm = language_model(scorer=lambda each, name=name: scored(each, name)[0], tokenizer=starting_tokenizer())
+        lm = language_model(name=name, tokenizer=starting_tokenizer())
         found = lm.loglikelihood_rolling(of_texts)
         expected = stock.loglikelihood_rolling(of_texts[:1], disable_tqdm=True)  # which predicts no start token
         assert [found[0], found[2]] == pytest.approx([*expected, 0], abs=1e-3) and lm.num_dense == 1
@@ -465,13 +469,13 @@ def test_what_has_no_decode_row_is_scored_densely_as_hflms():
 
 @pytest.mark.parametrize("method", ["full", "h2o", "int4"])
 def test_a_task_without_any_decode_row_is_the_full_caches_alone(method):
-    engine = engine_of(f"method={method}")
+    run = run_of(f"method={method}")
     requests = planned(choices([("", "x"), ("", "y")]))
     if method == "full":
-        assert len(engine.score(requests)) == 2 and engine.reads.budget == 1
+        assert len(run.score(requests)) == 2 and run.reads.budget == 1
     else:
         with pytest.raises(UserError, match="^task task: no request leaves a decode row"):
-            engine.score(requests)
+            run.score(requests)
 
 
 # Scores under a method
@@ -714,8 +718,8 @@ def test_where_nothing_is_decoded_nothing_is_measured(monkeypatch):
 
 
 def test_a_run_generates_at_the_budget_that_it_is_set_to():
-    """Through the engine: `budget` is met on answers of full length."""
-    engine, requests = engine_of("method=h2o", "budget=0.7"), to_write(CONTEXTS, max_new_tokens=40)
-    assert [len(each.tokens) for each in engine.generate(requests)] == [40] * 3
-    assert engine.reads.budget == pytest.approx(0.7, abs=0.01)
+    """`budget` is met on answers of full length."""
+    run, requests = run_of("method=h2o", "budget=0.7"), to_write(CONTEXTS, max_new_tokens=40)
+    assert [len(each.tokens) for each in run.generate(requests)] == [40] * 3
+    assert run.reads.budget == pytest.approx(0.7, abs=0.01)
     assert len(decode_rows(requests)) == 3 * 20, "as many as say it"

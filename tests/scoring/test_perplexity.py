@@ -24,6 +24,7 @@ from harness.scoring.evaluation import running_lm_eval
 from harness.scoring.perplexity import (
     CHUNK,
     Pair,
+    RowScores,
     Text,
     as_perplexity,
     curve,
@@ -266,7 +267,7 @@ def test_repetition_is_the_share_of_4_grams_seen_before(tokens, expected):
 
 def pair_of(tokens: list[int], others: list[int]) -> Pair:
     rows = torch.arange(1, len(tokens), dtype=torch.float64)
-    return Pair(Text(tokens, rows / 10), Text(others, rows / 20), rows, rows % 2)
+    return Pair(Text(tokens, rows / 10), Text(others, rows / 20), RowScores(rows, rows, rows % 2))
 
 
 @pytest.mark.parametrize(

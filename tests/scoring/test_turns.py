@@ -17,7 +17,8 @@ from harness.results.samples import clustered_stderr
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.scoring.answers import Request
-from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, ReplayEngine, decode_rows, prefill_of, run_turns
+from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, prefill_of, run_turns
+from harness.scoring.lm import ReplayLM, decode_rows
 from harness.scoring.writing import generate
 from harness.settings.task_config import SamplingConfig
 from methods.full import Full
@@ -111,8 +112,8 @@ def test_both_ways_of_a_task_of_choices(method, loaded):
 
 def test_one_cache_has_one_final_length(loaded, monkeypatch):
     asked: list[Request] = []
-    answer = ReplayEngine.score
-    monkeypatch.setattr(ReplayEngine, "score", lambda self, each: (asked.extend(each), answer(self, each))[1])
+    answer = ReplayLM.score
+    monkeypatch.setattr(ReplayLM, "score", lambda self, each: (asked.extend(each), answer(self, each))[1])
     run_turns(turns("kv_recall", method=H2O()), loaded)
     unknown, known = asked[: len(asked) // 2], asked[len(asked) // 2 :]
     finals = {request.prompt: request.final_length for request in unknown}
