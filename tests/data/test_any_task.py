@@ -16,7 +16,6 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
 from harness.data import task_plan
-from harness.data import tasks as lm_tasks
 from harness.data.task_plan import plan
 from harness.data.tasks import load_suite
 from harness.errors import UserError

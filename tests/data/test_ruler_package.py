@@ -73,7 +73,7 @@ def upstream_rows(task: str, tokenizer, count: int, folder: Path) -> list[dict]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, places)),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "NLTK_DATA": str(ruler_package._punkt()),
+        "NLTK_DATA": str(ruler_package._located("llama_index.core") / "_static/nltk_cache"),
     }
     options = {
         "save_dir": folder,
