@@ -86,21 +86,6 @@ def stock(config: RunConfig, loaded: LoadedModel, **options) -> dict[str, Any]:
 # Names
 
 
-def test_the_index_is_made_once(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(task_plan, "location", lambda: folder)
-    found = task_plan.packaged()
-    assert set(found) == {"toy_colours", "toy_shapes", "toy_sums", "toy", "toy_tag"}
-    assert (found["toy"].kind.name, found["toy_tag"].tags) == ("GROUP", {"toy_colours", "toy_shapes"})
-    (note,) = (tmp_path / "cache" / "tasks").iterdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(task_plan, "_index", refuse)
-        assert task_plan.packaged() == found
-    monkeypatch.setattr(task_plan, "version", lambda: "0.0.0")
-    assert task_plan.packaged() == found
-    assert len(list(note.parent.iterdir())) == 2, "another version has an index of its own"
-
-
 OFFLINE = "data=offline has kv_recall, .*, aime26 alone; needs data=hub"
 
 
@@ -122,26 +107,11 @@ def test_a_name_is_refused_in_one_line(name, data, message, folder):
         Run.of(load(["experiment=tasks", f"tasks=[{name}]", f"include_path={folder}", f"data={data}"]))
 
 
-def test_a_file_that_is_broken_does_not_cost_the_folder(folder, root, loaded):
-    """A byte that is no text, an open bracket, and Python that is not there, beside three tasks."""
-    (folder / "bytes.yaml").write_bytes(b"task: caf\xe9")
-    (folder / "open.yaml").write_text("task: [")
-    (folder / "include.yaml").write_text("include: nowhere.yaml\ntask: toy_none")
-    config = settings("toy_colours", folder=folder, root=root, num_samples=2)
-    assert run_tasks(config, loaded).metrics["toy_colours"]["num_samples"] == 2
-
-
 def test_a_file_in_place_of_a_name_is_refused_with_both_settings(folder):
     with pytest.raises(UserError) as error:
         Run.of(load(["experiment=tasks", f"tasks={folder}/toy.yaml"]))
     said = f"tasks={folder}/toy.yaml: is a file; tasks go by the name in it: "
     assert str(error.value) == f"{said}include_path={folder} tasks=[NAME]"
-
-
-def test_a_group_that_cannot_be_resolved(folder):
-    write_yaml(folder, GROUP | {"group": "circle", "task": ["circle"]})
-    with pytest.raises(UserError, match="^tasks=circle: its YAML cannot be read .RecursionError"):
-        plan(settings("circle", folder=folder, data=DataConfig("hub")))
 
 
 # Rows

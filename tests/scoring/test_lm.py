@@ -14,14 +14,11 @@ from harness.decode.session import generate as live_texts
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.budgets import SHARES, ReadStats
-from harness.model.dense_prompts import DensePrompts
 from harness.model.load import LoadedModel
-from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.results.record import settings_id
 from harness.run.compose import load
-from harness.scoring import answers
 from harness.scoring.answers import Request, Score, score
 from harness.scoring.lm import ReplayLM, decode_rows
 from harness.scoring.planning import Prefill
@@ -124,22 +121,6 @@ def run_of(*settings: str) -> ReplayLM:
     """A run of a task on the tiny model."""
     loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH)
     return ReplayLM(load(["experiment=tasks", *settings]), loaded, "task", DENSE)
-
-
-def work_of(monkeypatch) -> list[tuple[str, int, int]]:
-    """Each prefill and decode of a session from now on: its name, real tokens, and tokens with the padding."""
-    calls = []
-
-    def counted(name, function):
-        def count(self, ids, valid, multiplicity=None):
-            calls.append((name, int(valid.sum()), ids.numel()))
-            return function(self, ids, valid, multiplicity)
-
-        return count
-
-    for name in ("prefill", "decode"):
-        monkeypatch.setattr(ReplaySession, name, counted(name, getattr(ReplaySession, name)))
-    return calls
 
 
 def furthest(scores: list[Score], others: list[Score]) -> float:
@@ -510,19 +491,6 @@ def test_scores_show_no_trace_of_sharing_and_batches(name, mode, monkeypatch):
         assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)
 
 
-def test_each_piece_of_work_is_done_once_and_little_is_padded(monkeypatch):
-    calls = work_of(monkeypatch)
-    options = (" red", " reddish", " blue")
-    requests = planned(choices([("Q: a rather long question?\nA:", option) for option in options]))
-    scored(requests)
-    done = {kind: sum(real for name, real, _ in calls if name == kind) for kind in ("prefill", "decode")}
-    # Equal in all choices: the context's last token and the space. Then "re", "reddis" and "blu" are run for each.
-    assert done == {"prefill": requests[0].context_len - 1, "decode": 2 + 2 + 6 + 3}
-    calls.clear()
-    scored(planned(choices([("Q:", " a"), ("Q:", "-" * 60), ("Q:", "_" * 59)])))
-    assert max(padded / real for _, real, padded in calls) < 2
-
-
 def test_a_method_that_did_not_run_is_an_error(monkeypatch):
     decode = ReplaySession.decode
 
@@ -583,34 +551,6 @@ def test_tokens_are_those_of_live_decoding(name, prefill_len, monkeypatch):
     again, others = written(requests, name)
     assert again == answers
     assert (others.rows, others.frac_sum) == (reads.rows, pytest.approx(reads.frac_sum, rel=1e-6))
-
-
-def test_what_is_decoded_at_once_fits_into_half_of_the_free_memory(monkeypatch):
-    """Four copies of a token's queries, keys and values, and a layer's pass over it; not more where there is room."""
-    with attach(tiny("gqa")) as attached:
-        token_bytes = 4 * kept_bytes(attached, 1) + prompt_bytes(attached, 1)
-        for free, expected in ((2**50, 32_768), (2 * token_bytes * 9000, 8192), (2 * token_bytes * 8192, 8192), (0, 1)):
-            monkeypatch.setattr(answers, "available_bytes", lambda device, free=free: free)
-            assert answers.tokens_at_once(attached) == expected
-
-
-def test_runs_that_share_prompts_have_the_same_batches(monkeypatch):
-    """Memory that comes and goes splits no batch anew."""
-    free = iter((2**50, 0, 2**50))
-    monkeypatch.setattr(answers, "available_bytes", lambda device: next(free))
-    with attach(tiny("gqa"), DensePrompts(2**20)) as attached:
-        assert [answers.tokens_at_once(attached) for _ in range(3)] == [32_768, 1, 1]
-
-
-def test_each_piece_of_a_text_is_decoded_once(monkeypatch):
-    calls = work_of(monkeypatch)
-    first = to_write([CONTEXTS[0]], 30)[0]
-    other = first._replace(ids=(*first.ids[:-2], 50, 51), document=("task", 1))
-    answers, reads = written([first, other, first, first])
-    assert answers[0] == answers[2] == answers[3]
-    shared = 2 * len(first.rows)
-    assert calls == [("prefill", 30, 30), ("decode", shared, shared), *[("decode", 2, 2)] * (NEW - 1)]
-    assert reads.rows == 4 * first.num_rows
 
 
 def test_what_ends_an_answer(monkeypatch):

@@ -14,7 +14,6 @@ import torch
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.model.resources import Memo
 from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.run.compose import load
@@ -42,7 +41,7 @@ from methods.h2o import H2O
 from methods.streaming import Streaming
 from tests import reference as plain
 from tests.living import tiny
-from tests.runs import calls_of, letters
+from tests.runs import letters
 from tests.tokens import byte_tokenizer
 
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 512
@@ -342,23 +341,6 @@ def test_the_full_cache_is_at_no_distance_from_itself(kind, loaded, text):
         assert (metrics["text_nll_difference"], metrics["repetition_difference"]) == (0, 0)
         assert (metrics["first_divergence"], metrics["never_diverged"]) == (STEPS, 3)
         assert metrics["seq_len"] == PROMPT + STEPS
-
-
-@pytest.mark.parametrize(
-    ("kind", "function", "counts", "longer"),
-    [
-        ("perplexity", (perplexity, "full_pass"), (3, 6), {"prefill_len": 30}),
-        ("long_decode", (perplexity, "decode_freely"), (3, 5), {"max_new_tokens": STEPS + 1}),
-    ],
-)
-def test_the_full_caches_pass_is_shared_by_all_methods(kind, function, counts, longer, loaded, text, monkeypatch):
-    """long_decode calls the same function for each method's own texts."""
-    passes, references = calls_of(monkeypatch, *function), Memo()
-    first, second = (measure(kind, loaded, text, method, references) for method in (H2O(dense_layers=2), SINKS))
-    assert len(passes) == counts[0]
-    assert all(first[name] == second[name] for name in first if name.endswith("_full"))
-    measure(kind, loaded, text, H2O(dense_layers=2), references, **longer)
-    assert len(passes) == counts[1], "other rows are scored"
 
 
 READ = statistics.mean(12 / cached for cached in range(20, 59))

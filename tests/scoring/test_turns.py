@@ -10,9 +10,7 @@ import pytest
 
 from harness.data import ruler
 from harness.errors import UserError
-from harness.model import dense_prompts
 from harness.model.attach import attach
-from harness.model.dense_prompts import DensePrompts
 from harness.results.samples import clustered_stderr
 from harness.run.cli import main
 from harness.run.compose import load
@@ -26,8 +24,7 @@ from methods.h2o import H2O
 from tests.cases import CASES
 from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
 from tests.living import setup_of, tiny
-from tests.runs import calls_of, reading
-from tests.scoring.test_lm import work_of
+from tests.runs import reading
 from tests.tokens import byte_tokenizer
 
 
@@ -67,12 +64,6 @@ def test_no_question_leaves_a_trace_in_another(name):
     order = list(range(len(asked)))
     random.Random(0).shuffle(order)
     assert answers_of([asked[at] for at in order], name) == [expected[at] for at in order]
-
-
-def test_a_context_is_run_once_for_all_its_questions(monkeypatch):
-    calls = work_of(monkeypatch)
-    answers_of(turns_of(contexts=2, questions=4), "h2o")
-    assert [call for call in calls if call[0] == "prefill"] == [("prefill", 37 + 30, 2 * 37)]
 
 
 # The experiment
@@ -209,11 +200,3 @@ def test_turns_of_a_context_of_needles(task):
         assert each["input"] == f"{context}\nWhat is the special magic number for {key} mentioned in the provided text?"
         assert each["outputs"] == [value + key.removeprefix("key-")]
     assert len(ruler.turns(row | {"input": "\n".join([*lines[3:5], *row["input"].splitlines()[-1:]])}, "")) == 2
-
-
-def test_the_jobs_of_a_sweep_share_the_dense_prompts(loaded, monkeypatch, tmp_path):
-    """Three methods run the dense pass over a prompt once. That it changes no number is tested with the interface."""
-    line = ["experiment=tasks", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
-    kept, asked = calls_of(monkeypatch, dense_prompts, "_run_into_file"), calls_of(monkeypatch, DensePrompts, "get")
-    assert main(["-m", "method=full,h2o,oracle", *line]) == 0
-    assert (len(kept), len(asked)) == (2, 3 * 3), "two contexts; one of them has two final lengths"
