@@ -57,17 +57,10 @@ UNKNOWN, KNOWN, LESS = "unknown", "known", "unknown_less_known"
 def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """All tasks of `config` under its method.
 
-    Returns:
-        metrics by leaf task: lm-eval's, each with `_stderr`; `SHARES`, num_samples, num_fewshot;
-        with too_long=truncate num_truncated, the questions whose context has lost its beginning;
-        where there are any num_dense, the requests without a decode row. By group: lm-eval's own
-        aggregates, `SHARES` over its tasks, num_samples, and their names as `tasks`. samples by
-        leaf task: one entry a question.
-
-    Raises:
-        UserError: missing or malformed data, a context longer than the model's limit, settings
-            under which a task cannot be scored, a task whose code ends the process, or a method
-            that never ran.
+    Returns by leaf task lm-eval's metrics, each with `_stderr`, the shares that were read, and one
+    sample a question; by group lm-eval's aggregates on top. Raises UserError for missing or
+    malformed data, a context longer than the model's limit, settings under which a task cannot be
+    scored, and a method that never ran.
     """
     suite = _suite(config, loaded)
     outcome = Outcome({})
@@ -85,12 +78,9 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
             if "," in key:
                 found[plain_name(key)] = number_of(value)
         names = [task.task_name for task in group.get_all_tasks()]
-        num_samples, all_reads = 0, ReadStats()
-        for name in names:
-            num_samples += outcome.metrics[name]["num_samples"]
-            all_reads += reads[name]
-        found |= {"num_samples": num_samples, "tasks": names}
-        outcome.metrics[group.name] = found | all_reads.shares
+        found["num_samples"] = sum(outcome.metrics[name]["num_samples"] for name in names)
+        all_reads = sum((reads[name] for name in names), ReadStats())
+        outcome.metrics[group.name] = found | {"tasks": names} | all_reads.shares
     return outcome
 
 
@@ -112,14 +102,11 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
     before the question. The questions with one such prompt are turns: each goes on from a copy of
     the session after the prompt, so that none sees another.
 
-    Returns:
-        metrics by task: for each metric of lm-eval that is a mean, `unknown,METRIC`, `known,METRIC`
-        and the difference `unknown_less_known,METRIC`, paired by question; each with its standard
-        error, clustered by prompt. `SHARES` of the unknown questions, `known_budget` of the others,
-        num_contexts, num_samples. samples by task: one entry a question, with its numbers and what
-        `run_tasks` says of it both ways.
-
-    Raises UserError as `run_tasks`, and for a task without questions.
+    Returns by task, for each metric of lm-eval that is a mean, `unknown,METRIC`, `known,METRIC` and
+    the difference `unknown_less_known,METRIC`, paired by question, each with its standard error
+    clustered by prompt; the shares of the unknown questions, `known_budget` of the others; and
+    what `run_tasks` says of each question both ways. Raises UserError as `run_tasks`, and for a
+    task without questions.
     """
     suite = _suite(config, loaded)
     outcome = Outcome({})
@@ -191,13 +178,12 @@ def _check_sampling(config: RunConfig, tasks: Iterable[Task]) -> None:
     """Raise UserError for settings of sampling that no task can follow."""
     asked = config.sampling
     generating = [task for task in tasks if _generates(task)]
-    if not generating:
-        names = ", ".join(config.tasks)
-        for name in ("temperature", "top_p", "top_k", "repeats"):
-            value = getattr(asked, name)
-            plain = 0 if name == "temperature" else 1
-            if value not in (None, plain):
-                raise UserError(f"{name}={value}: no answer of {names} is generated; leave it out")
+    plain = {"temperature": 0, "top_p": 1, "top_k": 1, "repeats": 1}
+    for name in plain if not generating else ():
+        value = getattr(asked, name)
+        if value not in (None, plain[name]):
+            names = ", ".join(config.tasks)
+            raise UserError(f"{name}={value}: no answer of {names} is generated; leave it out")
     for task in generating:
         own = task.config.repeats
         if asked.repeats > 1 and own > 1:

@@ -46,7 +46,8 @@ class Planner:
 
     texts: the model's, whose `max_length` is the limit. truncate: a context beyond it loses its
     beginning behind the start token; else it is refused. rows: the document of each question.
-    truncated: questions whose context was cut. first_cut: where the first prompt ends, in words.
+    with_prompt: those that are asked with a prompt. truncated: those whose context was cut.
+    first_cut: where the first prompt ends, in words.
     """
 
     def __init__(self, texts: ModelTexts, prefill: Prefill, *, truncate: bool) -> None:
@@ -79,10 +80,11 @@ class Planner:
                 f"task {document[0]}: scores whole texts, in which prefill=question finds no "
                 "question; use prefill=dense or artifact"
             )
-        start, of_text = self._texts.start, self._texts.tok_encode(text)[len(self._texts.start) :]
-        room = self._texts.max_length - len(start)
+        texts, start = self._texts, self._texts.start
+        of_text = texts.tok_encode(text)[len(start) :]
+        room = texts.max_length - len(start)
         requests = []
-        windows = get_rolling_token_windows(of_text, self._texts.prefix_token_id, room, 1)
+        windows = get_rolling_token_windows(of_text, texts.prefix_token_id, room, 1)
         for number, window in enumerate(windows):
             context, continuation = make_disjoint_window(window)
             if start:  # in place of the first window's prefix, and before what the others have
