@@ -27,11 +27,9 @@ def read_json(
     """The rows of one or several files: JSON lines, or a list of objects.
 
     fields: that no row may lack, since a prompt would say None. inside: the key of a file's one
-    object under which the list is.
-
-    Raises:
-        UserError: a file is missing, empty or no JSON (line by number); a row lacks a field, or
-        holds a value that no data set holds unchanged.
+    object under which the list is. Raises UserError for a file that is missing, empty or no JSON
+    (line by number), and a row that lacks a field or holds a value that no data set holds
+    unchanged.
     """
     import datasets
 

@@ -101,14 +101,17 @@ def _files_of(builder: Any) -> Files:
     return {str(split): [Path(path) for path in paths] for split, paths in by_split}
 
 
-def _unreadable(config: Mapping[str, Any]) -> str:
-    return f"tasks={config.get('task')}: the files that its YAML names cannot be read"
+@contextmanager
+def _reading(config: Mapping[str, Any]) -> Iterator[None]:
+    what = f"tasks={config.get('task')}: the files that its YAML names cannot be read"
+    with no_network(), refused(what):
+        yield
 
 
 def _builder(config: Mapping[str, Any]) -> Any:
     import datasets
 
-    with no_network(), refused(_unreadable(config)):
+    with _reading(config):
         return datasets.load_dataset_builder(*_named(config), **hub_options(config))
 
 
@@ -119,7 +122,7 @@ def _named_source(task: str, config: Mapping[str, Any]) -> Source:
 
     builder = _builder(config)
     files = _files_of(builder)
-    with no_network(), refused(_unreadable(config)):
+    with _reading(config):
         if builder.name == "json":
             about = (template_fields(config), builder.config.field)
             rows = {split: read_json(paths, *about) for split, paths in files.items()}
@@ -145,23 +148,20 @@ def _read(split: str, paths: Sequence[Path], fields: Sequence[str]) -> Dataset:
 
 
 def find_files(root: str | Path, task: str, config: Mapping[str, Any]) -> Files:
-    """The files of all splits that there are; that which is scored is among them.
-
-    Raises:
-        UserError: it is in none of the folders; says where it may lie.
-    """
+    """The files of all splits that there are; that which is scored is among them. UserError, which
+    says where it may lie, where it is in none of the folders."""
     root = Path(root).resolve()
     scored = scored_split(config)
     for folder in _folders(task, config) if scored else ():
         for place in (root / folder, root / folder / "data"):
             files: dict[str, list[Path]] = {}
             for split in filter(None, map(config.get, ROLES)):
-                whole = [
-                    path for suffix in SUFFIXES if (path := place / f"{split}{suffix}").is_file()
-                ]
-                files[split] = whole[:1] or sorted(place.glob(f"{split}-*.parquet"))
-            if files[str(scored)]:
-                return {split: found for split, found in files.items() if found}
+                whole = [place / f"{split}{suffix}" for suffix in SUFFIXES]
+                found = [path for path in whole if path.is_file()][:1]
+                if found := found or sorted(place.glob(f"{split}-*.parquet")):
+                    files[split] = found
+            if scored in files:
+                return files
     raise UserError(f"data.root={root}: tasks={task} needs {layout(task, config)}; there are none")
 
 
@@ -186,11 +186,8 @@ def _folders(task: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that the templates of a task put into every prompt, whatever is in them.
-
-    None where Python makes or changes the rows, and none of a template that has conditions or
-    defaults.
-    """
+    """The fields that a task's templates put into every prompt, whatever is in them: none where
+    Python makes or changes the rows, and none of a template that has conditions or defaults."""
     from jinja2 import Environment, meta
 
     if config.get("process_docs"):
@@ -249,11 +246,9 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
     """Call `load`, which reads the hub's data set `name`, without the network; where that fails,
     with it.
 
-    files: the files that `data=local` would need below its root, for the error.
-
-    Raises:
-        UserError: it is not cached and the hub is unreachable or refuses, or it cannot be read;
-        says what remains. ImportError: a package that reads it is not installed.
+    files: the files that `data=local` would need below its root, for the error. Raises UserError,
+    which says what remains, where it is not cached and the hub is unreachable or refuses, or it
+    cannot be read; ImportError where a package that reads it is not installed.
     """
     from huggingface_hub import constants, get_session
 

@@ -140,18 +140,19 @@ def test_rows_lie_where_the_hub_has_them(place, root, monkeypatch):
 
 def test_examples_follow_lm_evals_rule(folder, root):
     write_yaml(folder, CHOICE | {"task": "toy_zero", "num_fewshot": 0}, CHOICE | {"task": "toy_two", "num_fewshot": 2})
+    write_yaml(folder, CHOICE | {"task": "toy_same", "fewshot_split": "test"})
     names = ("toy_zero", "toy_two", "toy_colours")
     for given, expected in ((None, [0, 2, 0]), (3, [0, 3, 3]), (1, [0, 1, 1])):
         tasks = load_suite(settings(*names, folder=folder, root=root, num_fewshot=given), None).tasks
         assert [tasks[name].config.num_fewshot for name in names] == expected
-    write_yaml(folder, CHOICE | {"task": "toy_same", "fewshot_split": "test"})
-    for name, split, most in (("toy_two", "dev", 4), ("toy_same", "test", 6)):
-        config = settings(name, folder=folder, root=root, num_fewshot=most)
-        load_suite(config, None).tasks[name].build_all_requests(limit=1)
-        with pytest.raises(UserError, match=rf"num_fewshot={most + 1}: {name} has \d rows of its split {split}"):
-            load_suite(replace(config, num_fewshot=most + 1), None)
-    with pytest.raises(UserError, match="num_fewshot=1: toy_shapes has 0 rows of its split dev"):
-        load_suite(settings("toy_shapes", folder=folder, root=root, num_fewshot=1), None)
+    for name, split, most in (("toy_two", "dev", 4), ("toy_same", "test", 6), ("toy_shapes", "dev", 0)):
+        for count in (most, most + 1):
+            task = load_suite(settings(name, folder=folder, root=root, num_fewshot=count), None).tasks[name]
+            if count == most:
+                task.build_all_requests(limit=1)
+                continue
+            with refused(rf"^num_fewshot=\d+: {name} cannot draw its examples from split {split} in data.root="):
+                task.build_all_requests(limit=1)
 
 
 def test_examples_that_stand_in_the_yaml_need_no_split(root):
@@ -159,8 +160,6 @@ def test_examples_that_stand_in_the_yaml_need_no_split(root):
     task = load_suite(settings("gsm8k_cot", root=root), None).tasks["gsm8k_cot"]
     task.build_all_requests()
     assert task.instances[0].args[0].count("Q:") == 9
-    with pytest.raises(UserError, match="num_fewshot=9: gsm8k_cot has 8 rows"):
-        load_suite(settings("gsm8k_cot", root=root, num_fewshot=9), None)
 
 
 def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):

@@ -7,7 +7,9 @@ import random
 import pytest
 
 from harness.data.graph_search import judged, made, questions, working
+from harness.data.tasks import load_suite
 from harness.errors import UserError
+from harness.model.load import LoadedModel
 from harness.run.compose import load
 
 
@@ -29,12 +31,6 @@ def test_one_of_four_prizes_can_be_reached(places):
         assert own.count("\n- ") == places
         assert own.endswith(f"Which prize can be reached from {doc['start']}?\nWorking:")
         assert doc["prompt"].count("Question:") == 3 and doc["prompt"].count("Prize: ") == 2
-
-
-def test_questions_follow_from_the_seed_alone():
-    assert questions(3, places=9, seed=0) == questions(7, places=9, seed=0)[:3]
-    assert questions(3, places=9, seed=0) != questions(3, places=9, seed=1)
-    assert len({doc["prompt"] for doc in questions(50, places=9, seed=0)}) == 50
 
 
 @pytest.mark.parametrize("places", [6, 9, 30])
@@ -73,16 +69,11 @@ def test_a_number_of_places_that_cannot_be_is_refused(value):
         load(["experiment=tasks", "tasks=[graph_search]", f"metadata.places={value}"])
 
 
-def test_the_task_is_made_offline_and_answers_come_from_the_model():
-    from harness.data.tasks import load_suite
-    from harness.model.load import LoadedModel
-
+def test_the_task_is_made_offline_from_its_seed_and_answers_come_from_the_model():
     config = load(["experiment=tasks", "tasks=[graph_search]", "metadata.places=6", "num_samples=4", "seed=2"])
-    assert config.num_samples_of("graph_search") == 4 and config.prefill_of("graph_search", writes=True) == "dense"
-    assert load(["experiment=tasks", "tasks=[graph_search]"]).num_samples_of("graph_search") == 32
     task = load_suite(config, LoadedModel.__new__(LoadedModel)).tasks["graph_search"]
     assert task.OUTPUT_TYPE == "generate_until" and task.config.generation_kwargs["max_gen_toks"] == 96
     docs = list(task.test_docs())
-    assert docs == questions(4, places=6, seed=2)
+    assert docs == questions(7, places=6, seed=2)[:4] != questions(4, places=6, seed=1)
     assert task.doc_to_text(docs[0]) == docs[0]["prompt"]
     assert task.process_results(docs[0], [f"Prize: {docs[0]['prize']}"]) == {"acc": 1.0}
