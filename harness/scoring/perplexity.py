@@ -73,10 +73,9 @@ def run_perplexity(
     """All windows of `config` under its method, or with `max_new_tokens` texts decoded after them.
 
     references: kept passes and texts of the full cache over this model's windows; new ones are
-    added.
-
-    Raises UserError for a corpus shorter than the windows, a sequence longer than the model's
-    limit, a method that the lengths do not fit or that never ran, and a perplexity that overflows.
+    added. Raises UserError for a corpus shorter than the windows, a sequence longer than the
+    model's limit, a method that the lengths do not fit or that never ran, and a perplexity that
+    overflows.
     """
     prompt, new = config.prefill_len, config.max_new_tokens
     name, length, lengths = "seq_len", config.seq_len, f"seq_len={config.seq_len}"
@@ -163,7 +162,7 @@ def _score(
     hidden, ids, session = _hidden(attached, setup, window.ids, prefill_len)
     session.reads.check_fired()
     key = (tuple(window.ids), prefill_len)
-    if setup.method.reads_all and setup.codec is None:
+    if session.reads_everything:
         nll, _ = references.get(key, partial(_reference, attached, hidden, ids, prefill_len))
         scores = RowScores(nll, kl=torch.zeros_like(nll), agrees=torch.ones_like(nll))
     else:
@@ -199,16 +198,11 @@ def _hidden(
     read.
     """
     # Row 0 sees only itself, so it can always be run as the prompt: prefill_len = 0 scores it too.
-    prompt = max(1, prefill_len)
+    prompt, length = max(1, prefill_len), len(window)
     ids = torch.tensor([window], device=attached.device)
     real = torch.ones_like(ids, dtype=torch.bool)
-    session = setup.replay(
-        attached,
-        torch.tensor([len(window)], device=attached.device),
-        len(window),
-        measure_recall=True,
-        measure_errors=True,
-    )
+    final = torch.tensor([length], device=attached.device)
+    session = setup.replay(attached, final, length, measure_recall=True, measure_errors=True)
     hidden = session.prefill(ids[:, :prompt], real[:, :prompt])[0]
     decoded = session.decode(ids[:, prompt:-1], real[:, prompt:-1])[0]
     return torch.cat([hidden, decoded])[prefill_len:], ids, session
