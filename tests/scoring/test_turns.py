@@ -15,7 +15,7 @@ from harness.results.samples import clustered_stderr
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.scoring.answers import Request
-from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, prefill_of, run_turns
+from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, run_turns
 from harness.scoring.lm import ReplayLM, decode_rows
 from harness.scoring.writing import generate
 from harness.settings.task_config import SamplingConfig
@@ -159,13 +159,8 @@ def test_what_cannot_be_asked_in_turns(changes, of_task, said, told, loaded):
     write_yaml(told["folder"], TOLD | of_task)
     with pytest.raises(UserError, match=f"^{said}"):
         run_turns(turns("toy_told", **told, **changes), loaded)
-
-
-def test_settings_that_turns_refuse():
     with pytest.raises(UserError, match="^too_long=truncate: prefill=both would cut a context"):
         load(["experiment=turns", "too_long=truncate"])
-    with pytest.raises(UserError, match="^prefill=both: only experiment=tasks asks in turns"):
-        prefill_of("kv_recall", turns("kv_recall"), writes=False)
 
 
 def test_the_table_has_both_ways_and_their_difference(loaded, monkeypatch, tmp_path):

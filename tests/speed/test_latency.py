@@ -245,18 +245,14 @@ REFUSED = {
     "method.eviction=artifact: .*not decoded live": [
         "method=infinigen-pool", "method.pool_frac=0.5", "method.eviction=artifact",
     ],
-    "platform.link_gbps=0: must be above 0": ["platform.link_gbps=0"],
     "platform.link_gbps=3: sets the emulated link of platform=cpu": [*ON_CUDA, "platform.link_gbps=3"],
-    "label=ideal: names a system; .* chosen by system=NAME, and this run is infinigen": ["label=ideal"],
     "label=ideal: .* this run is offload": ["system=ideal", "placement=host", "label=ideal"],
-    "prompt=null: experiment=generate needs a text": ["experiment=generate", "prompt=null"],
     "placement=managed: needs platform=cuda; allowed on cpu: device": ["placement=managed"],
     "gpu_cache=2: placement=managed fetches no": [*ON_CUDA, "placement=managed", "gpu_cache=2"],
     "overlap=false: .*no link; use placement=host": [*ON_CUDA, "placement=managed", "platform.overlap=false"],
     "platform.device_gib=0: must be above 0": [*ON_CUDA, "system=uvm", "platform.device_gib=0"],
     "platform.device_gib=48: is for placement=managed": [*ON_CUDA, "system=offload", "platform.device_gib=48"],
     "platform.weights_on_device=0.5: an emulated device": ["platform.device_gib=48", "platform.weights_on_device=0.5"],
-    "time_limit_s=0: must be at least 1": ["time_limit_s=0"],
 }  # fmt: skip
 
 
