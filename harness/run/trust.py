@@ -106,7 +106,7 @@ class Subject:
         lm = ReplayLM(config, self.loaded, task, prefill_of(task, config, writes=False, task=found))
 
         def scored(lm: Any) -> tuple[list[float], float]:
-            with running_lm_eval(f"task {task}"):
+            with running_lm_eval():
                 results = evaluate(lm, {"tasks": {task: found}}, limit=count, bootstrap_iters=0)
             scores = []
             for logged in results["samples"][task]:

@@ -88,7 +88,7 @@ def _suite(config: RunConfig, loaded: LoadedModel) -> Suite:
     """The tasks of `config` with their questions. Raises UserError as `run_tasks`."""
     names = ",".join(config.tasks)
     say(f"tasks={names}: reading the questions and making their prompts")
-    with running_lm_eval(f"tasks={names}"):
+    with running_lm_eval():
         suite = load_suite(config, loaded)
     _check_sampling(config, suite.tasks.values())
     return suite
@@ -236,7 +236,7 @@ def run_task(task: Task, lm: ReplayLM) -> tuple[Metrics, Metrics, Samples]:
     and its samples. lm: answers it, and notes what it was asked."""
     name, config = lm.task, lm.config
     repeats: list[Repeat] = []
-    with running_lm_eval(f"task {name}"):
+    with running_lm_eval():
         for lm.repeat in range(config.sampling.repeats if _generates(task) else 1):
             task.set_fewshot_seed(FEWSHOT_SEED + config.seed)  # the same examples in every repeat
             results = evaluate(
@@ -271,17 +271,11 @@ def run_task(task: Task, lm: ReplayLM) -> tuple[Metrics, Metrics, Samples]:
 
 
 @contextmanager
-def running_lm_eval(what: str) -> Iterator[None]:
-    """Run lm-eval and the code of tasks: without their progress bars, and with a user's mistakes as
-    UserError."""
+def running_lm_eval() -> Iterator[None]:
+    """Run lm-eval and the code of tasks without their progress bars."""
     COMPLAINTS.stream = sys.stderr
     try:
         with redirect_stderr(io.StringIO()):
             yield
-    except OverflowError as error:
-        raise UserError(
-            f"{what}: a metric overflows ({error}), as perplexity does where the model does not "
-            "fit the text; choose another model"
-        ) from error
     finally:
         COMPLAINTS.stream = None

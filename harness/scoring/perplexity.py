@@ -45,9 +45,6 @@ from methods.full import Full
 
 HEAD_CHUNK = 128
 """Rows that pass the output head at once; only final hidden states of a window are kept."""
-MAX_NLL = 300.0
-"""Nats a token of which perplexity, exp of it, and its square are numbers; a model that fits a text
-has below 20."""
 CHUNK = 256
 """Rows t in [256 i, 256 (i + 1)) form chunk i (Fig 12)."""
 BATCH = 8
@@ -74,8 +71,7 @@ def run_perplexity(
 
     references: kept passes and texts of the full cache over this model's windows; new ones are
     added. Raises UserError for a corpus shorter than the windows, a sequence longer than the
-    model's limit, a method that the lengths do not fit or that never ran, and a perplexity that
-    overflows.
+    model's limit, and a method that the lengths do not fit or that never ran.
     """
     prompt, new = config.prefill_len, config.max_new_tokens
     name, length, lengths = "seq_len", config.seq_len, f"seq_len={config.seq_len}"
@@ -208,18 +204,6 @@ def _hidden(
     return torch.cat([hidden, decoded])[prefill_len:], ids, session
 
 
-def as_perplexity(nll: float, where: str) -> float:
-    """exp of a mean negative log-likelihood in nats; UserError, which names `where`, for one that
-    is no number."""
-    if not nll <= MAX_NLL:
-        raise UserError(
-            f"{where}: perplexity overflows, the mean negative log-likelihood is {nll:.4g} nats a "
-            f"token (at most {MAX_NLL:g}): the model does not fit the text; choose another model, "
-            "model.dtype or corpus"
-        )
-    return math.exp(nll)
-
-
 def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     """Means over all scored rows; standard errors over windows (None with a single window)."""
     reads = sum((window.reads for window in windows), ReadStats())
@@ -258,21 +242,18 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     )
 
 
-def _of_rows(name: str, rows: Sequence[Tensor], where: str = "window {}") -> Metrics:
+def _of_rows(name: str, rows: Sequence[Tensor]) -> Metrics:
     """The mean over all rows of the windows, and its error."""
-    means = [float(part.mean()) for part in rows]
-    return _with_error(name, float(torch.cat(list(rows)).mean()), means, where)
+    mean = float(torch.cat(list(rows)).mean())
+    return _with_error(name, mean, [float(part.mean()) for part in rows])
 
 
-def _with_error(
-    name: str, mean: float | None, values: Sequence[float | None], where: str = "window {}"
-) -> Metrics:
+def _with_error(name: str, mean: float | None, values: Sequence[float | None]) -> Metrics:
     """A mean and its standard error over windows or prompts, whose means are `values`; of a
-    perplexity exp of each. None where nothing is known. where: the place of a value, by number."""
+    perplexity exp of each. None where nothing is known."""
     known = [value for value in values if value is not None]
     if name in EXPONENTIAL and mean is not None:
-        known = [as_perplexity(value, where.format(at)) for at, value in enumerate(known, 1)]
-        mean = math.exp(mean)
+        known, mean = [math.exp(value) for value in known], math.exp(mean)
     error = clustered_stderr(known, range(len(known))) if known else None
     return {name: mean, f"{name}_stderr": error}
 
@@ -302,13 +283,11 @@ def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[d
         rows = slice(max(first - prefill_len, 0), stop - prefill_len)
         own = [window.scores.nll[rows] for window in windows]
         full = [window.full_nll[rows] for window in windows]
-        where = f"window {{}}, rows {first} to {stop - 1}"
         pairs = []
         for one, two in zip(own, full, strict=True):
             pairs.append({"nll": float(one.mean()), "nll_full": float(two.mean())})
         chunk = {"first": first, "stop": stop, "num_tokens": sum(map(len, own))}
-        metrics = _of_rows("perplexity", own, where)
-        chunks.append(chunk | {"metrics": metrics, "windows": pairs})
+        chunks.append(chunk | {"metrics": _of_rows("perplexity", own), "windows": pairs})
     return chunks
 
 
@@ -469,4 +448,4 @@ def _mean(name: str, values: Sequence[float | None]) -> Metrics:
     """The mean over prompts, and its error."""
     known = [value for value in values if value is not None]
     mean = sum(known) / len(known) if known else None
-    return _with_error(name, mean, values, "prompt {}")
+    return _with_error(name, mean, values)

@@ -14,17 +14,14 @@ import torch
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.run.compose import load
 from harness.scoring import perplexity
-from harness.scoring.evaluation import running_lm_eval
 from harness.scoring.perplexity import (
     CHUNK,
     Pair,
     RowScores,
     Text,
-    as_perplexity,
     curve,
     repetition,
     run_perplexity,
@@ -193,22 +190,6 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
             assert [window[name] for window in row["windows"]] == pytest.approx(means, rel=1e-4)
 
 
-def test_a_perplexity_that_overflows_names_its_window(text):
-    model = tiny_model("llama", num_key_value_heads=2)
-    model.lm_head.weight.data.mul_(1e4)
-    loaded = LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH)
-    message = r"^window 1: perplexity overflows, .* is [\d.e+]+ nats a token \(at most 300\)"
-    with pytest.raises(UserError, match=message):
-        run("perplexity", loaded, text, FULL)
-    assert as_perplexity(300.0, "") == math.exp(300)
-    for nll in (300.5, math.nan, math.inf):
-        with pytest.raises(UserError, match="window 2, rows 0 to 255: perplexity overflows"):
-            as_perplexity(nll, "window 2, rows 0 to 255")
-    overflows = "^task wikitext: a metric overflows .math range error."
-    with pytest.raises(UserError, match=overflows), running_lm_eval("task wikitext"):
-        math.exp(1e3)  # as lm-eval does with the mean of a text
-
-
 # Texts that are decoded
 
 
@@ -290,9 +271,6 @@ def test_a_curve_has_at_most_sixteen_ranges_of_the_tokens_after_the_first(num_to
 def test_where_two_texts_part():
     entries = summarize_texts([pair_of([1, 2, 3, 4], [1, 2, 3, 4]), pair_of([1, 2, 3, 4], [1, 2, 9, 4])])
     assert (entries["first_divergence"], entries["never_diverged"], entries["num_samples"]) == (3, 1, 2)
-    pair = pair_of([1, 2], [1, 2])
-    with pytest.raises(UserError, match="^prompt 2: perplexity overflows"):
-        summarize_texts([pair, pair._replace(own=Text([1, 2], torch.tensor([400.0])))])
 
 
 def test_the_errors_of_attention_outputs_by_layer_and_window(loaded, text):
