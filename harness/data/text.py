@@ -67,18 +67,15 @@ def named_text(name: str) -> str:
 
 def read_text(path: str | Path, setting: str) -> str:
     """The whole file as UTF-8, line ends untouched. setting: the name in an error, such as
-    `corpus.path`. UserError where it is missing, unreadable, empty or not UTF-8."""
+    `corpus.path`. UserError where it is missing, unreadable or not UTF-8."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        return Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{setting}={path}: not UTF-8 text, byte {error.start} cannot be decoded"
         ) from None
     except OSError as error:
         raise UserError(f"{setting}={path}: cannot be read ({error.strerror})") from None
-    if not text:
-        raise UserError(f"{setting}={path}: the file is empty")
-    return text
 
 
 def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:

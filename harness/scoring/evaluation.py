@@ -158,10 +158,6 @@ def _both_ways(
             by_question[f"{UNKNOWN},{metric}"][question] = value
             by_question[f"{KNOWN},{metric}"][question] = value_known
             by_question[f"{LESS},{metric}"][question] = value - value_known
-    if not by_question:
-        raise UserError(
-            f"task {name}: no metric of it is a mean over questions, which prefill=both compares"
-        )
     metrics = {plain_name(key): value for key, value in means(by_question, contexts).items()}
     metrics["num_samples"] = unknown["num_samples"]
     metrics["num_fewshot"] = unknown["num_fewshot"]

@@ -196,10 +196,6 @@ class Planner:
             place = self._prefill.finder.find(text, self.rows[document])
         except ValueError as error:
             raise self._no_question(document, str(error)) from error
-        if not self._texts.tokenizer.is_fast:
-            raise UserError(
-                "prefill=question needs a fast tokenizer, which knows where in the text tokens lie"
-            )
         if not self.first_cut:
             begins = " ".join(text[place:].split())[:CUT_LETTERS]
             self.first_cut = f"in question {document[1]} before {begins!r}"

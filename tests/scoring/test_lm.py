@@ -200,7 +200,7 @@ REFUSED = {
         choices([("a\n\nQ: rather long?\nA:", " yes")]),
         CUT | {"prefill": QUESTION, "max_length": 15},
     ),
-    "model tiny has no tokenizer": (choices([("a", " b")]), {"tokenizer": None}),
+    "this model has no tokenizer": (choices([("a", " b")]), {"tokenizer": None}),
     "task task: scores whole texts, in which prefill=question finds no question": (ROLLING, {"prefill": QUESTION}),
     "task task: generation_kwargs num_return_sequences=2 is not offered": (texts("a", num_return_sequences=2), {}),
     "task task: generation_kwargs logprobs=5 is not offered": (texts("a", logprobs=5), {}),
