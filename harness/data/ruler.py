@@ -17,7 +17,7 @@ import io
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from harness.data.ruler_package import QUESTIONS, TaskRow, restored
 from harness.errors import UserError
 from harness.files import cache_dir, replacing, text_sha256
 from harness.settings.config import RunConfig
-from harness.settings.task_config import RULER_TASKS
+from harness.settings.task_config import GENERATED_TASKS, RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
@@ -118,6 +118,18 @@ def facts(task: str, row: TaskRow) -> dict[str, float | int | None]:
     if task in ONE_NEEDLE:
         depth = row["input"].index(row["outputs"][0]) / len(row["input"])
     return {"length": row["max_length"], "depth": depth}
+
+
+def needle_of(task: str | None, doc: Any) -> str | None:
+    """The sentence that holds the right answer, as it stands in the prompt; None of a task that
+    does not know it."""
+    if task in GENERATED_TASKS and isinstance(doc, Mapping):
+        return doc.get("needle")
+    if task in ONE_NEEDLE and isinstance(doc, Mapping):
+        for found in NEEDLE.finditer(doc.get("input", "")):
+            if found[2] in doc.get("outputs", ()):
+                return found[0]
+    return None
 
 
 def _rows_that_fit(

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from lm_eval.api.task import Task
 
-from harness.data.needles import needle_of
-from harness.data.ruler import facts
+from harness.data.ruler import facts, needle_of
 from harness.errors import shortened
 from harness.results.samples import clustered_stderr
 from harness.scoring.answers import Document, NeedleRead, Request

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from harness.data.needles import needle_of
+from harness.data.ruler import needle_of
 from harness.errors import UserError
 from harness.scoring.answers import Document, Request
 from harness.scoring.model_texts import ModelTexts

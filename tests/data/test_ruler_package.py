@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from harness.data import ruler, ruler_package
-from harness.data.needles import needle_of
-from harness.data.ruler import MARKERS, ONE_NEEDLE, facts
+from harness.data.ruler import MARKERS, ONE_NEEDLE, facts, needle_of
 from harness.data.ruler_package import INSTALL, NAMES, QUESTIONS, make
 from harness.data.task_plan import plan
 from harness.data.tasks import load_suite
