@@ -156,10 +156,10 @@ def _check_rows(task: Task, leaf: Leaf, source: Source, limit: int | None) -> No
         return
     draw, split = sampler.sample, example_split(settings)
 
-    def drawn(count: int, *args: Any, **kwargs: Any) -> Any:
+    def drawn(n: int, *args: Any, **kwargs: Any) -> Any:
         what = f"{task.task_name} cannot draw its examples from split {split} in {source.name}"
-        with refused(f"num_fewshot={count}: {what}"):
-            found = draw(count, *args, **kwargs)
+        with refused(f"num_fewshot={n}: {what}"):
+            found = draw(n, *args, **kwargs)
         for doc in found:
             if problem := problem_of(doc, task.fewshot_cfg):
                 number = next(at for at, other in enumerate(sampler.df) if other == doc)

@@ -258,7 +258,7 @@ def _with_error(name: str, mean: float | None, values: Sequence[float | None]) -
     return {name: mean, f"{name}_stderr": error}
 
 
-def error_means(errors: Tensor) -> dict[str, float]:
+def error_means(errors: Tensor) -> Metrics:
     """Mean and 95th percentile of relative errors, over all rows, heads and layers of them."""
     values = errors.double().numpy()
     return {
