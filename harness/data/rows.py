@@ -71,15 +71,26 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
     """The rows of a task that does not make its own, and where they lie. own: the task's YAML,
     resolved.
 
-    Raises UserError for a file that is missing or malformed, and a hub that cannot be reached.
+    Raises UserError for a file that is missing or malformed, a hub that cannot be reached, and
+    examples without rows of their own: lm-eval would show rows that it asks.
     """
     if names_files(own):
-        return _named_source(task, own)
-    if config.data.name != "local":
-        return Source(f"data=hub: {own.get('dataset_path')}", hub_rows(task, own))
-    files = find_files(str(config.data.root), task, own)
-    rows = {split: _read(split, paths, template_fields(own)) for split, paths in files.items()}
-    return Source(f"data.root={config.data.root}", rows, files)
+        source = _named_source(task, own)
+    elif config.data.name == "local":
+        files = find_files(str(config.data.root), task, own)
+        rows = {split: _read(split, paths, template_fields(own)) for split, paths in files.items()}
+        source = Source(f"data.root={config.data.root}", rows, files)
+    else:
+        source = Source(f"data=hub: {own.get('dataset_path')}", hub_rows(task, own))
+    in_yaml = (own.get("fewshot_config") or {}).get("samples")
+    needs_rows = in_yaml is None or (own.get("fewshot_split") and not callable(in_yaml))
+    split = example_split(own) or "train"
+    if own["num_fewshot"] and needs_rows and not len(source.rows.get(split, ())):
+        raise UserError(
+            f"num_fewshot={own['num_fewshot']}: {task} has no rows of its split {split} in "
+            f"{source.name}; allowed: 0"
+        )
+    return source
 
 
 def names_files(config: Mapping[str, Any]) -> bool:
