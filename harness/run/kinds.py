@@ -131,11 +131,9 @@ class Latency(Measurement):
         return inputs.calibration(config.calibration) | {"prompt": text_sha256(prompt)}
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.speed.capacity import run_capacity
         from harness.speed.latency import run_latency
 
-        measure = run_capacity if config.latency.largest else run_latency
-        return measure(config, resources.model(config.model), resources.prompts)
+        return run_latency(config, resources.model(config.model), resources.prompts)
 
     def lengths(self, config: RunConfig) -> dict[str, int]:
         return {"prompt_len": config.latency.prompt_len, "gen_len": config.latency.gen_len}
