@@ -58,16 +58,16 @@ def is_users(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> str:
     """An error in one line that says whether it is a bug."""
-    line = one_line(error)
     if is_users(error) or isinstance(error, BugError):
-        return line
-    return f"{line} ({type(error).__name__}, a bug)"
+        return one_line(error)
+    return f"{reason(error)} (a bug)"
 
 
-def to_record(error: Exception) -> str:
-    """An error as the record of a failed run has it: with its type, and whether it is a bug."""
-    mark = "" if is_users(error) else " (a bug)"
-    return f"{type(error).__name__}: {error}{mark}"
+def sendable(error: Exception) -> Exception:
+    """The error, or one of the same words: not every error can be sent to another process."""
+    if isinstance(error, UserError):
+        return error
+    return (UserError if is_users(error) else BugError)(describe(error))
 
 
 def one_line(error: BaseException) -> str:
@@ -100,7 +100,7 @@ def question(name: object, allowed: Iterable[str], cutoff: float = 0.5) -> str:
 def reason(error: BaseException) -> str:
     """The type and message of an error of foreign code, in one line."""
     kind, words = type(error).__name__, " ".join(str(error).split())
-    return f"{kind}: {words}"[:300] if words else kind
+    return printable(f"{kind}: {words}"[:300] if words else kind)
 
 
 def line_in(error: BaseException, files: Collection[str]) -> str:

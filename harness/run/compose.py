@@ -55,19 +55,18 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
     no value is looked at."""
     values = values_of(given)
     own = _own_experiment(values.get("experiment"))
-    chosen = []
+    chosen = [] if own is None else ["~experiment"]
     for name in GROUPS:
-        if name not in values or own is not None and name == "experiment":
-            continue
-        _require_choice(name, values[name])
-        if values[name] is not None:
-            chosen.append(f"{name}={values[name]}")
-    if own is not None:
-        chosen.append("~experiment")
+        if name in values and (own is None or name != "experiment"):
+            _require_choice(name, values[name])
+            if values[name] is not None:
+                chosen.append(f"{name}={values[name]}")
     has_sweep = values.get("sweep", {}) is not None
     config = pickle.loads(_composed(schema.CONF_DIR, _last_change(), tuple(chosen), has_sweep))
     if own is not None:
-        config = _with_experiment(config, own, values.get("system"))
+        system = values.get("system")  # wins over an experiment, as among the files of `conf/`
+        over = [] if system is None else [_file("system", system)]
+        config = OmegaConf.merge(config, own, *over)
     for name, value in values.items():
         if name == "method":
             _require_choice(name, value)
@@ -77,7 +76,7 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
             for setting in (name, *(f"{name}.{key}" for key in of_task)):
                 _require_known(config, setting)
             OmegaConf.update(config, name.lstrip("+"), _literal(value), force_add=True)
-    return config
+    return config  # type: ignore[return-value]
 
 
 @cache
@@ -108,30 +107,25 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         raise UserError(one_line(cause)) from error
 
 
-def _own_experiment(choice: Any) -> Path | None:
-    """The file that `experiment=DIR/mine.yaml` names; None for one of `conf/`."""
+def _file(group: str, name: str) -> Any:
+    return OmegaConf.load(schema.CONF_DIR / group / f"{name}.yaml")
+
+
+def _own_experiment(choice: Any) -> DictConfig | None:
+    """The settings in the file that `experiment=DIR/mine.yaml` names; None for one of `conf/`."""
     if not isinstance(choice, str) or not choice.endswith(".yaml"):
         return None
     file = Path(choice).expanduser()
     if not file.is_file():
-        missing = f"there is no file {choice}"
         near = nearest(choice, options("experiment"))
-        raise UserError(f"experiment={choice}: {missing}; {near}")
-    return file
-
-
-def _with_experiment(config: DictConfig, file: Path, system: str | None) -> DictConfig:
-    """A configuration with the experiment of a file of the user's in place of one of `conf/`."""
+        raise UserError(f"experiment={choice}: there is no file {choice}; {near}")
     try:
         own = OmegaConf.load(file)
-        if not isinstance(own, DictConfig):
-            raise UserError(f"experiment={file}: must be settings, such as kind: perplexity")
-        files: list[Any] = [own]
-        if system is not None:
-            files.append(OmegaConf.load(schema.CONF_DIR / "system" / f"{system}.yaml"))
-        return OmegaConf.merge(config, *files)  # type: ignore[return-value]
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"experiment={file}: cannot be read ({one_line(error)})") from error
+    if not isinstance(own, DictConfig):
+        raise UserError(f"experiment={file}: must be settings, such as kind: perplexity")
+    return own
 
 
 def _require_choice(name: str, choice: Any) -> None:

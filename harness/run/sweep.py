@@ -41,9 +41,9 @@ from omegaconf import DictConfig, OmegaConf
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
 from harness.results.tuned import as_tuned
+from harness.run import kinds
 from harness.run.all_runs import counted, groups
 from harness.run.compose import compose, load, resolved
-from harness.run.kinds import measurement_of
 from harness.run.parse import chosen_model
 from harness.run.words import Values, values_of
 from harness.settings.config import RunConfig
@@ -191,7 +191,7 @@ def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]
         settings = {**settings_of_all, **combination, **given}
         try:
             run = load(settings)
-            measurement_of(run.kind).check(run)
+            kinds.check(run)
         except UserError as error:
             if not where_allowed:
                 raise

@@ -252,7 +252,7 @@ def test_a_finished_run_is_recorded_whole_skipped_after_and_renamed(runs, capsys
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (UserError("the text is too short"), "failed", "UserError: the text is too short"),
+        (UserError("the text is too short"), "failed", "the text is too short"),
         (KeyError("x"), "failed", "KeyError: 'x' (a bug)"),
         (KeyboardInterrupt(), "interrupted", None),
     ],

@@ -234,7 +234,7 @@ def test_a_bug_is_one_line_exit_code_1_and_a_traceback_on_demand(runs, capsys, m
 
     runs.measure = break_down
     assert main([]) == 1
-    assert capsys.readouterr().err == "error: a bug (AttributeError, a bug; HYDRA_FULL_ERROR=1 shows where)\n"
+    assert capsys.readouterr().err == "error: AttributeError: a bug (a bug); HYDRA_FULL_ERROR=1 shows where\n"
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert main([]) == 1
     assert "in break_down" in capsys.readouterr().err
