@@ -236,7 +236,7 @@ def _child(pipe: Connection) -> None:
         run = pipe.recv()
         resources.load_s = 0
         outcome = _outcome(run, resources)
-        if not isinstance(outcome, Path | HeldError):
+        if isinstance(outcome, Exception) and not isinstance(outcome, HeldError):
             outcome = sendable(outcome)
         pipe.send((outcome, resources.load_s))
 

@@ -171,7 +171,7 @@ def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]
         settings_of_all = {"experiment": within[-1], **settings_of_all}
 
     combinations: list[tuple[dict[str, Any], bool]] = []  # with whether it may be refused
-    for entry, asks_for in zip(asked.runs, _conditions(written, len(asked.runs)), strict=True):
+    for entry, asks_for in zip(asked.runs, _conditions(config, len(asked.runs)), strict=True):
         settings = dict(entry)
         condition, where_allowed = settings.pop("when", True), settings.pop("where_allowed", False)
         for combination in _combinations(settings):
@@ -215,17 +215,12 @@ def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]
     plan.minutes |= asked.minutes  # the outer sweep's word holds
 
 
-def _conditions(written: Mapping[str, Any], num_entries: int) -> list[str]:
-    """What the `when` of each entry of `runs` names, by the file; where its runs stand elsewhere,
-    `when` itself."""
-    entries = written.get("runs")
-    if not isinstance(entries, list):
-        return ["when"] * num_entries
-    names = []
-    for entry in entries:
-        condition = entry.get("when", "when") if isinstance(entry, Mapping) else "when"
-        names.append(str(condition).strip("${}"))
-    return names
+def _conditions(config: DictConfig, num_entries: int) -> list[str]:
+    """What the `when` of each entry of `runs` names, by the file; `when` itself where it names
+    nothing."""
+    entries = OmegaConf.to_container(config.sweep.runs, resolve=False) if num_entries else []
+    assert isinstance(entries, list)
+    return [str(entry.get("when", "when")).strip("${}") for entry in entries]
 
 
 def _experiment_of(settings: Mapping[str, Any]) -> str:

@@ -144,7 +144,7 @@ OPT = [(2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6)], [(2048, 4)]
 
 @pytest.mark.parametrize(("model", "expected"), [("llama2-7b", LLAMA), ("opt-6.7b", OPT)])
 def test_paper_grid_follows_the_family(model, expected):
-    every = read("experiment=accuracy-paper", f"model={model}", "data=hub").runs
+    every = read("experiment=accuracy", "sweep.scale=paper", f"model={model}", "data=hub").runs
     chosen = [c for c in every if c.method_name == "infinigen"]
     fig11 = [(c.method.alpha, c.method.budget) for c in chosen if c.experiment == "fig11"]
     fig12 = [(c.seq_len, c.method.alpha) for c in chosen if c.experiment == "fig12"]

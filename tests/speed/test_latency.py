@@ -386,7 +386,13 @@ def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
 
 def test_a_speed_grid_times_every_label_at_every_shape():
     """On the CPU; what a card has beside them is tested with its size."""
-    chosen = ["experiment=speedup-paper", "sweep.fixed_fetch=64", "sweep.shapes=[[8,384],[4,1920]]", "platform=cpu"]
+    chosen = [
+        "experiment=speedup",
+        "sweep.scale=paper",
+        "sweep.fixed_fetch=64",
+        "sweep.shapes=[[8,384],[4,1920]]",
+        "platform=cpu",
+    ]
     plan = read_plan(chosen)
     timed = [(config.label, config.latency.batch_size, config.latency.prompt_len) for config in plan.runs]
     assert sorted(timed) == sorted((label, *shape) for label in ON_A_LINK for shape in ((8, 384), (4, 1920)))
@@ -416,7 +422,15 @@ def test_a_speed_grid_is_sized_to_the_card(monkeypatch, gib, more, left_out, rea
     if gib is not None:
         card(monkeypatch, gib)
     shapes = f"sweep.shapes={[[batch, 1920] for batch in BATCHES]}"
-    chosen = ["experiment=speedup-paper", shapes, "platform=cuda", "model=opt-13b", "model.weights=random", *more]
+    chosen = [
+        "experiment=speedup",
+        "sweep.scale=paper",
+        shapes,
+        "platform=cuda",
+        "model=opt-13b",
+        "model.weights=random",
+        *more,
+    ]
     plan = read_plan(chosen)
     managed = {(config.label, config.latency.batch_size) for config in plan.runs if config.placement == "managed"}
     every = {(label, batch) for label in ("uvm", "uvm+h2o") for batch in BATCHES}
