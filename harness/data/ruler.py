@@ -75,7 +75,7 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     from lm_eval import tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    count, lengths = config.num_samples_of(task), config.task.lengths
+    count, lengths = config.num_samples_of(task), config.task.known.max_seq_lengths
     assert count is not None, "lm-eval makes as many as it is asked for"
     yaml = Path(tasks.__file__).parent / "ruler" / f"{task.removeprefix('ruler_')}.yaml"
     settings = load_yaml(
@@ -111,7 +111,8 @@ def name_lengths(group: Any, config: RunConfig) -> None:
     from lm_eval.config.group import AggMetricConfig
 
     group.aggregate_metric_list = [
-        AggMetricConfig(str(length), weight_by_size=False) for length in config.task.lengths
+        AggMetricConfig(str(length), weight_by_size=False)
+        for length in config.task.known.max_seq_lengths
     ]
 
 

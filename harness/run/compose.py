@@ -65,7 +65,7 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
     config = pickle.loads(_composed(schema.CONF_DIR, _last_change(), tuple(chosen), has_sweep))
     if own is not None:
         system = values.get("system")  # wins over an experiment, as among the files of `conf/`
-        over = [] if system is None else [_file("system", system)]
+        over = [] if system is None else [schema.conf_file("system", system)]
         config = OmegaConf.merge(config, own, *over)
     for name, value in values.items():
         if name == "method":
@@ -105,10 +105,6 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         cause = error.__context__ if isinstance(error.__context__, UserError) else error
         raise UserError(one_line(cause)) from error
-
-
-def _file(group: str, name: str) -> Any:
-    return OmegaConf.load(schema.CONF_DIR / group / f"{name}.yaml")
 
 
 def _own_experiment(choice: Any) -> DictConfig | None:

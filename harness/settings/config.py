@@ -351,7 +351,7 @@ class RunConfig:
         if self.num_samples is None and task in REASONING_TASKS:
             return REASONING_NUM_SAMPLES
         if task in RULER_TASKS:
-            return (self.num_samples or RULER_NUM_SAMPLES) * len(self.task.lengths)
+            return (self.num_samples or RULER_NUM_SAMPLES) * len(self.task.known.max_seq_lengths)
         return self.num_samples
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from harness.errors import UserError
-from harness.settings.schema import MOST, Count, DayText, FolderText, Natural, Share, Text
+from harness.settings.schema import (
+    DISTINCT,
+    MOST,
+    Count,
+    DayText,
+    FolderText,
+    Natural,
+    Share,
+    Text,
+    build,
+)
 
 GENERATED_TASKS = ("kv_recall", "passkey")
 RULER_TASKS = (
@@ -39,13 +50,21 @@ TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "bool
 GENERATED_NUM_SAMPLES = 128
 RULER_NUM_SAMPLES = 32
 REASONING_NUM_SAMPLES = 32
-DEFAULT_SEQ_LENGTHS = [4096]
-"""lm-eval's lengths of RULER's prompts and answers, in tokens."""
-AIME_MAX_GEN_TOKS = 32768
-"""lm-eval's."""
-PLACES = 9
-LEAST_PLACES, MOST_PLACES = 6, 80
-"""Places on a map of graph_search."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What of `metadata` the tasks of this project read; lm-eval hands all of it to a task.
+
+    max_seq_lengths: of RULER's prompts and answers, in tokens. num_sentences: of the offline text,
+    in each context of kv_recall and passkey; None: as many as the task has by itself. places: on a
+    map of graph_search. max_gen_toks: the most tokens of an answer of AIME, by default lm-eval's.
+    """
+
+    max_seq_lengths: Annotated[tuple[Count, ...], DISTINCT] = (4096,)
+    num_sentences: Natural | None = None
+    places: Annotated[int, Field(ge=6, le=80)] = 9
+    max_gen_toks: Count = 32768
 
 
 @dataclass(frozen=True)
@@ -79,25 +98,14 @@ class TaskConfig:
         if self.question_marker is not None and not self.question_marker.strip("\n "):
             wanted = "must hold a character that is no space"
             raise UserError(f"question_marker={self.question_marker!r}: {wanted}")
-        lengths: Any = self.lengths
-        listed = isinstance(lengths, list) and all(
-            type(length) is int and 0 < length <= MOST for length in lengths
-        )
-        if not listed or not lengths or len(set(lengths)) < len(lengths):
-            allowed = "must be a list of different lengths in tokens, such as [2048]"
-            raise UserError(f"metadata.max_seq_lengths={lengths}: {allowed}")
-        number: Any = self.num_sentences
-        if number is not None and not (type(number) is int and 0 <= number <= MOST):
-            allowed = "must be a whole number, of sentences in a context of kv_recall or passkey"
-            raise UserError(f"metadata.num_sentences={number}: {allowed}")
-        places: Any = self.places
-        if type(places) is not int or not LEAST_PLACES <= places <= MOST_PLACES:
-            allowed = f"must be from {LEAST_PLACES} to {MOST_PLACES}"
-            raise UserError(f"metadata.places={places}: {allowed}")
-        most: Any = self.max_gen_toks
-        if type(most) is not int or not 0 < most <= MOST:
-            allowed = "must be a whole number above 0, the most tokens of an answer of AIME"
-            raise UserError(f"metadata.max_gen_toks={most}: {allowed}")
+        _ = self.known
+
+    @cached_property
+    def known(self) -> Metadata:
+        """The part of `metadata` that the tasks of this project read."""
+        names = {field.name for field in fields(Metadata)}
+        given = {name: value for name, value in self.metadata.items() if name in names}
+        return build(Metadata, given, "metadata")
 
     @property
     def has_example_turns(self) -> bool:
@@ -106,27 +114,6 @@ class TaskConfig:
         if self.fewshot_as_multiturn is None:
             return self.apply_chat_template
         return self.fewshot_as_multiturn
-
-    @property
-    def num_sentences(self) -> int | None:
-        """Sentences of the offline text in each context of kv_recall and passkey; None: as many as
-        the task has by itself."""
-        return self.metadata.get("num_sentences")
-
-    @property
-    def places(self) -> int:
-        """Places on a map of graph_search."""
-        return self.metadata.get("places", PLACES)
-
-    @property
-    def max_gen_toks(self) -> int:
-        """The most tokens of an answer of AIME."""
-        return self.metadata.get("max_gen_toks", AIME_MAX_GEN_TOKS)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths of RULER's prompts and answers, in tokens."""
-        return self.metadata.get("max_seq_lengths", DEFAULT_SEQ_LENGTHS)
 
 
 class Sampling(NamedTuple):

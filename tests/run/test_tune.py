@@ -132,7 +132,7 @@ def test_the_board_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
     coded = [what_runs(config)[2:] for config in configs if config.codec == "int8"]
     assert coded == [*oracle, *quest] * 3 + oracle + quest[1:] + quest * 3, "the number of the plain row"
     assert {config.group_size for config in configs if config.codec == "int8"} == {16}
-    assert {config.task.num_sentences for config in configs} == {40}, "as long as the shorter windows"
+    assert {config.task.known.num_sentences for config in configs} == {40}, "as long as the shorter windows"
     timed = [config.latency for config in configs if config.kind == "latency"]
     assert {(config.batch_size, config.prompt_len, config.gen_len) for config in timed} == {(4, 1024, 24)}
     assert all(config.corpus.spread for config in configs)
