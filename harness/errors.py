@@ -57,7 +57,7 @@ def is_users(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line that says whether it is a bug."""
+    """An error in one line, which ends in `(a bug)` where it is one."""
     if is_users(error) or isinstance(error, BugError):
         return one_line(error)
     return f"{reason(error)} (a bug)"
@@ -222,29 +222,29 @@ def launchers_stop() -> Iterator[None]:
         UnfinishedError: it does not start again.
         SystemExit: it does.
     """
-    signals: list[int] = []
+    handlers = {}
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        handler = signal.getsignal(number)
+        if callable(handler):
+            handlers[number] = handler
 
     def end(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-        raise Terminated
+        raise Terminated(number)
 
-    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-    for user_signal in (signal.SIGUSR1, signal.SIGUSR2):
-        handler = signal.getsignal(user_signal)
-        if callable(handler):
-            handlers[user_signal] = handler
-            signal.signal(user_signal, end)
+    for number in handlers:
+        signal.signal(number, end)
     try:
         yield
-    except Terminated:
-        if not signals:
+        return
+    except Terminated as stop:
+        if not stop.args:  # of SIGTERM
             raise
+        number = stop.args[0]
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number in signals:
-        try:
-            handlers[number](number, None)
-        except Exception as error:
-            over = f"the job's time is over ({one_line(error)})"
-            raise UnfinishedError(f"{over}; the same command goes on") from error
+        for own_signal, handler in handlers.items():
+            signal.signal(own_signal, handler)
+    try:
+        handlers[number](number, None)
+    except Exception as error:
+        over = f"the job's time is over ({one_line(error)})"
+        raise UnfinishedError(f"{over}; the same command goes on") from error

@@ -219,7 +219,7 @@ def _conditions(config: DictConfig, num_entries: int) -> list[str]:
     nothing."""
     entries = OmegaConf.to_container(config.sweep.runs, resolve=False) if num_entries else []
     assert isinstance(entries, list)
-    return [str(entry.get("when", "when")).strip("${}") for entry in entries]
+    return [str(entry.get("when") or "when").strip("${}") for entry in entries]
 
 
 def _experiment_of(settings: Mapping[str, Any]) -> str:
