@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Collection, Sequence
 
 from harness.settings.paths import CONF_DIR
-from harness.settings.schema import options
+from harness.settings.schema import conf_file, options
 from harness.settings.task_config import TASKS
 
 MAX_HUB_ID = 96
@@ -85,6 +85,5 @@ def instead_of(argv: Sequence[str], number: int, free_text: Collection[str]) -> 
 
 def _at_top() -> set[str]:
     """The settings at the top of `conf/config.yaml`, and the groups."""
-    text = (CONF_DIR / "config.yaml").read_text(encoding="utf-8")
     groups = {path.name for path in CONF_DIR.iterdir() if path.is_dir()}
-    return groups | set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"defaults", "hydra"}
+    return groups | conf_file("", "config").keys() - {"defaults", "hydra"}

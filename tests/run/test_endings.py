@@ -48,21 +48,6 @@ def test_a_broken_pipe_of_the_methods_own_is_told(own_folder, monkeypatch, capfd
 # Full disks
 
 
-def test_a_grid_on_a_full_disk_says_so(runs, small, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    finished = main(["experiment=accuracy"])
-    assert finished == 0
-    (record,) = list(Path("outputs/runs/fig12").glob("*/record.json"))[:1]
-    record.unlink()
-    capsys.readouterr()
-    monkeypatch.setattr(files.os, "replace", full)
-    assert main(["experiment=accuracy"]) == 2
-    refusals = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert refusals and all("No space left on device" in line for line in refusals)
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")])
 def test_a_full_cache_names_its_folder_and_what_moves_it(error, own_folder, monkeypatch, capsys):
     def full(*_):

@@ -13,17 +13,15 @@ from omegaconf import OmegaConf
 
 from harness import errors
 from harness.errors import UNFINISHED, UserError, describe
-from harness.model import load as models
-from harness.model import resources
 from harness.results import record as records
-from harness.run import all_runs, cli
+from harness.run import cli
 from harness.run.compose import compose, load
 from harness.run.kinds import digests_of
 from harness.run.sweep import Plan, read_plan
 from harness.run.words import values_of
 from harness.scoring.progress import bar, pass_over, quietly
 from harness.settings.schema import CONF_DIR
-from tests.runs import Runs, outcome, own_experiments
+from tests.runs import outcome, own_experiments
 
 
 def main(argv):
@@ -239,32 +237,6 @@ def test_runs_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, m
     runs.configs.clear()
     assert main(["experiment=timed"]) == 0
     assert [(config.experiment, config.method_name) for config in runs.configs] == [("fig11", "int4")]
-
-
-@pytest.fixture
-def slow(runs, monkeypatch) -> Runs:
-    """A model that takes 300 s to load and convert, and runs of 20 s, by a clock that nothing else moves."""
-    now, load_model = [0.0], models.load_model
-
-    def take(seconds, function):
-        def call(config):
-            now[0] += seconds
-            return function(config)
-
-        return call
-
-    for module in (all_runs, resources):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(models, "load_model", take(300, load_model))
-    runs.measure = take(20, outcome)
-    return runs
-
-
-def test_the_time_left_counts_no_loading(library, slow, monkeypatch):
-    passed = []
-    monkeypatch.setattr(all_runs, "pass_over", lambda _, seconds: passed.append(seconds))
-    library("two", "runs: [{experiment: fig11, method: [full, h2o]}]")
-    assert main(["experiment=two"]) == 0 and passed == [300, 0]
 
 
 def test_seconds_passed_over_are_not_estimated_from(capsys):

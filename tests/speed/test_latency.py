@@ -220,7 +220,8 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
 
 def chosen(label: str) -> str:
     """The word that chooses a system, which a local disk may hold too."""
-    name = "offload" + label.removeprefix("disk") if label in ("disk", "disk+int4", "disk+h2o") else label.removeprefix("disk+")
+    name = label.removeprefix("disk+")
+    name = name if name in options("system") else "offload" + label.removeprefix("disk")
     return f"system={name}"
 
 
