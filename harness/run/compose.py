@@ -20,9 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from harness.errors import UserError, nearest, one_line
-from harness.run import hints
 from harness.run.parse import parse
-from harness.run.words import Values, values_of
+from harness.run.words import Values, meant, source_of_model, values_of
 from harness.settings import schema
 from harness.settings.config import RunConfig
 from harness.settings.own_method import is_own
@@ -133,7 +132,7 @@ def _require_choice(name: str, choice: Any) -> None:
     if choice in options(name) or name == "method" and is_own(choice):
         return
     if name == "model" and "/" in choice:
-        source = hints.source_of_model(choice)
+        source = source_of_model(choice)
         missing = "" if source else ", and there is no such folder or file"
         instead = "=".join(source or ("model.path", "DIR"))
         raise UserError(f"model={choice}: chooses a file of conf/model{missing}; type {instead}")
@@ -150,7 +149,7 @@ def _require_known(config: DictConfig, name: str) -> None:
     for part in name.split("."):
         if not isinstance(node, dict) or part not in node:
             known = list(map(str, node)) if isinstance(node, dict) else []
-            hint = hints.meant(name)
+            hint = meant(name)
             instead = f"type {hint}" if hint else nearest(part, known)
             raise UserError(f"unknown setting {name}: {instead}")
         node = node[part]

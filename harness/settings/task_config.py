@@ -20,6 +20,7 @@ from harness.settings.schema import (
     Share,
     Text,
     build,
+    only,
 )
 
 GENERATED_TASKS = ("kv_recall", "passkey")
@@ -85,7 +86,9 @@ class TaskConfig:
     chat_date: DayText = "2024-07-26"
     think_end_token: Natural | Text | None = None
     system_instruction: Text | None = None
-    question_marker: Text | None = None
+    question_marker: (
+        Annotated[Text, only(str.strip, "must hold a character that is no space")] | None
+    ) = None
     too_long: Literal["refuse", "truncate"] = "refuse"
 
     def __post_init__(self) -> None:
@@ -95,9 +98,6 @@ class TaskConfig:
         if self.enable_thinking and self.think_end_token is None:
             ends = "needs think_end_token, which ends the thinking, such as </think>"
             raise UserError(f"enable_thinking=true: {ends}")
-        if self.question_marker is not None and not self.question_marker.strip("\n "):
-            wanted = "must hold a character that is no space"
-            raise UserError(f"question_marker={self.question_marker!r}: {wanted}")
         _ = self.known
 
     @cached_property
@@ -145,6 +145,14 @@ class Sampling(NamedTuple):
 GREEDY = Sampling()
 LOWEST_TEMPERATURE = 1e-6
 """Logits that are divided by less leave the range of fp32."""
+Temperature = Annotated[
+    float,
+    Field(le=MOST),
+    only(
+        lambda value: value == 0 or value >= LOWEST_TEMPERATURE,
+        f"allowed: 0, which takes the most likely token, or {LOWEST_TEMPERATURE} and more",
+    ),
+]
 NEW_TOKENS = 64
 """Tokens of a text where neither a setting nor the model's generation_config.json says how many."""
 
@@ -156,7 +164,7 @@ class SamplingConfig:
     repeats: answers to each question, each drawn from its own random numbers.
     """
 
-    temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: Count | None = None
     repeats: Count = 1
@@ -164,8 +172,6 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.temperature == 0:
             self._refuse_where_greedy("temperature=0 takes the most likely token")
-        elif self.temperature is not None:
-            _require_divisor(self.temperature)
 
     def rule(self, of_task: Sampling = GREEDY) -> Sampling:
         """The rule of these settings where they are given, else of the task, else greedy.
@@ -176,7 +182,6 @@ class SamplingConfig:
         if not temperature:
             self._refuse_where_greedy("the most likely token is taken")
             return GREEDY
-        _require_divisor(temperature)
         return Sampling(temperature, self.top_p or of_task.top_p, self.top_k or of_task.top_k)
 
     def _refuse_where_greedy(self, why: str) -> None:
@@ -184,11 +189,3 @@ class SamplingConfig:
             value = getattr(self, name)
             if value != unset:
                 raise UserError(f"{name}={value}: {why}; set temperature above 0")
-
-
-def _require_divisor(temperature: float) -> None:
-    if temperature < LOWEST_TEMPERATURE:
-        raise UserError(
-            f"temperature={temperature}: allowed: 0, which takes the most likely token, or "
-            f"{LOWEST_TEMPERATURE} and more"
-        )

@@ -14,8 +14,7 @@ from harness.errors import UserError
 from harness.results.record import flat
 from harness.run.cli import main
 from harness.run.compose import compose, load, resolved
-from harness.run.hints import MEANT, meant
-from harness.run.words import read
+from harness.run.words import MEANT, meant, read
 from harness.settings.schema import options
 from tests.runs import outcome, refusal_of, tiny_loaded
 
