@@ -75,7 +75,7 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
             for setting in (name, *(f"{name}.{key}" for key in of_task)):
                 _require_known(config, setting)
             OmegaConf.update(config, name.lstrip("+"), _literal(value), force_add=True)
-    return config  # type: ignore[return-value]
+    return config
 
 
 @cache

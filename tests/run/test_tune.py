@@ -171,15 +171,6 @@ def what_runs(config: RunConfig) -> tuple[Any, ...]:
     return text, config.seq_len, config.method_name, config.budget, config.method.dense_layers
 
 
-@pytest.mark.parametrize(
-    ("model", "counts"), [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("opt-125m", (4, 32))]
-)
-def test_slower_models_get_fewer_windows_and_questions(model, counts):
-    sweep = compose(["experiment=board", f"model={model}"]).sweep
-    assert (sweep.windows, sweep.questions) == counts
-    assert compose(["experiment=board", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
-
-
 def test_an_entry_is_lenient_only_where_it_says_so():
     entry = {"method": ["full", "oracle"], "experiment": "latency"}
     with pytest.raises(UserError, match="Oracle selects by the true scores"):
