@@ -72,7 +72,7 @@ def load(task: str, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, A
     }
     count = config.num_samples_of(task)
     assert count is not None, "generated tasks have no end of their own"
-    num_sentences = config.task.num_sentences
+    num_sentences = config.task.known.num_sentences
     if num_sentences is not None and num_sentences > len(offline_sentences()):
         most = f"at most {len(offline_sentences())}, the sentences of the offline text"
         raise UserError(f"metadata.num_sentences={num_sentences}: must be {most}")

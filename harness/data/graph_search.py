@@ -60,7 +60,7 @@ class Map(NamedTuple):
 
 def load(config: RunConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The settings of lm-eval's task, and its rows."""
-    places, count = config.task.places, config.num_samples_of("graph_search")
+    places, count = config.task.known.places, config.num_samples_of("graph_search")
     assert count is not None, "generated tasks have no end of their own"
     settings = {
         "task": "graph_search",

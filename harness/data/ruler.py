@@ -72,7 +72,7 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     from lm_eval import tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    count, lengths = config.num_samples_of(task), config.task.lengths
+    count, lengths = config.num_samples_of(task), config.task.known.max_seq_lengths
     assert count is not None, "lm-eval makes as many as it is asked for"
     yaml = Path(tasks.__file__).parent / "ruler" / f"{task.removeprefix('ruler_')}.yaml"
     # Functions as words: importing them would need more packages.
@@ -104,7 +104,8 @@ def name_lengths(group: Any, config: RunConfig) -> None:
     that of 4,096 tokens alone."""
     from lm_eval.config.group import AggMetricConfig
 
-    means = [AggMetricConfig(str(length), weight_by_size=False) for length in config.task.lengths]
+    lengths = config.task.known.max_seq_lengths
+    means = [AggMetricConfig(str(length), weight_by_size=False) for length in lengths]
     group.aggregate_metric_list = means
 
 

@@ -18,7 +18,7 @@ from harness.speed import memories
 from harness.speed.generate import run_generate
 from harness.speed.timed_run import TimedRun, time_run
 from tests.cases import CASES, Case
-from tests.living import attached_with_link, calibration_of, open_live, setup_of, tiny
+from tests.living import attached_with_link, open_live, setup_of, tiny
 from tests.tokens import byte_tokenizer
 
 PROMPT, NEW = "Keys and values of a prompt.", 20
