@@ -39,14 +39,10 @@ SHOWN_PERCENT = 10
 MAX_TICKS = 6
 
 
-def axis(metric: str) -> str:
-    """The words for the axis of a metric."""
-    return AXES.get(metric, METRICS[metric].heading)
-
-
-def axis_of(panel: pd.DataFrame) -> str:
+def axis(panel: pd.DataFrame) -> str:
     """The words for the axis of a panel of one metric."""
-    return axis(panel.metric.iloc[0])
+    metric: str = panel.metric.iloc[0]
+    return AXES.get(metric, METRICS[metric].heading)
 
 
 # By budget
@@ -67,7 +63,7 @@ def fig11(tasks: pd.DataFrame, texts: pd.DataFrame) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric, task = panel.metric.iloc[0], panel.task.iloc[0]
-        axes.set(xlabel=style.BUDGET_AXIS, ylabel=axis(metric))
+        axes.set(xlabel=style.BUDGET_AXIS, ylabel=axis(panel))
         if metric == "kl_nats":  # the full cache's is 0
             style.log_y(axes)
         else:
@@ -158,7 +154,7 @@ def _by_share(
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         style.draw_lines(axes, panel, looks)
-        axes.set(ylabel=axis_of(panel), xlabel=words)
+        axes.set(ylabel=axis(panel), xlabel=words)
         if kl_of_any_size and panel.metric.iloc[0] == "kl_nats":
             style.log_y(axes)
 
@@ -212,7 +208,7 @@ def _by_chunk(
         every = -(-len(edges) // MAX_TICKS)
         axes.set(xticks=edges[::every], xlim=(edges[0], edges[-1]))
         style.log_y(axes, panel.value)
-        axes.set(xlabel=words, ylabel=axis_of(panel))
+        axes.set(xlabel=words, ylabel=axis(panel))
 
     note = f"percentages: budgets; {bars or style.error_note(rows)}"
     return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=note)
@@ -237,7 +233,7 @@ def attention_error(table: pd.DataFrame) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         style.draw_lines(axes, panel)
-        axes.set(xlabel="layer", ylabel=axis_of(panel))
+        axes.set(xlabel="layer", ylabel=axis(panel))
         style.log_y(axes)
 
     setup = ("model", "task", "metric", "num_samples", "source")
@@ -267,10 +263,10 @@ def long(table: pd.DataFrame) -> Figure | None:
     lengths = sorted(set(rows.length))
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        metric = panel.metric.iloc[0]
+        is_kl = panel.metric.iloc[0] == "kl_nats"
         style.draw_names(axes, panel, labels, lengths)
-        axes.set_xlabel("right answers (%)" if metric == "acc" else axis(metric))
-        if metric == "kl_nats":
+        axes.set_xlabel(axis(panel) if is_kl else "right answers (%)")
+        if is_kl:
             style.log_x(axes)
 
     tasks = ", ".join(sorted(set(needles.task)))
