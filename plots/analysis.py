@@ -93,7 +93,7 @@ def _draw(table: pd.DataFrame, *parts: str, note: str) -> Figure | None:
             for _, point in points[points.series.isin(panel.series)].iterrows():
                 words: Any = {"label": f"{OF_PG19}, {point.kind}"} | style.HOLLOW
                 axes.plot(point.x, point.value, marker="o", **words)
-        axes.set_ylim((None, 1.02) if metric == "cosine_similarity" else (0, None))
+        axes.set(ylim=(None, 1.02) if metric == "cosine_similarity" else (0, None))
         if x_name in IN_POWERS:
             style.log2_x(axes, panel.x)
 

@@ -84,6 +84,8 @@ def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, list[tuple[st
     Returns words for what all setups share; title and rows of each setup in the order of the table.
     A title says what tells its setup from the others.
     """
+    if frame.empty:
+        return "", []
     varying = [name for name in setup if frame[name].nunique(dropna=False) > 1]
     shared = describe(frame.iloc[0], [name for name in setup if name not in varying])
     groups = frame.groupby(list(setup), sort=False, dropna=False)
@@ -101,11 +103,6 @@ def describe(row: pd.Series, names: Iterable[str]) -> str:
 def of_metrics(rows: pd.DataFrame, metrics: Iterable[str]) -> pd.DataFrame:
     """The rows of these metrics, in the order of the metrics."""
     return pd.concat([rows[rows.metric == metric] for metric in metrics], ignore_index=True)
-
-
-def stderr_of_mean(errors: pd.Series) -> float:
-    """The standard error of a mean of independent values with these."""
-    return float((errors**2).sum() ** 0.5 / len(errors))
 
 
 def budget_range(rows: pd.DataFrame) -> str:

@@ -72,9 +72,11 @@ def fig17(scores: pd.DataFrame, times: pd.DataFrame) -> Figure | None:
     A run's label says what it varies, such as `alpha=4`.
     """
     scores = scores[scores.metric == "acc"]
-    accuracy = _with_setting(scores.assign(y=scores.value), "accuracy")
-    latency = _with_setting(times.assign(y=times.decode_s), "latency")
     setups = {"accuracy": ("model", "task", *ASKED[:2], "source"), "latency": data.TIMED_SETUP}
+    halves = {}
+    for half, rows, column in ("accuracy", scores, "value"), ("latency", times, "decode_s"):
+        swept = rows.join(rows.label.str.extract(SETTING)).dropna(subset="x")
+        halves[half] = swept.assign(x=swept.x.astype(float), y=swept[column], half=half)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         setting = panel.setting.iloc[0]
@@ -82,33 +84,25 @@ def fig17(scores: pd.DataFrame, times: pd.DataFrame) -> Figure | None:
         style.full_lines(axes, scores[scores.label == style.FULL])
         for task in sorted(set(scores.task) & set(CHANCE)):
             style.chance_line(axes, CHANCE[task])
-        for half, rows in panel.groupby("half"):
-            if half == "latency":
+        for half, setup in setups.items():
+            swept = panel[panel.half == half]
+            if half == "latency" and len(swept):
                 axes = axes.twinx()
                 axes.set_ylabel("latency, decode (s)")
                 axes.spines["right"].set_visible(True)
                 axes.grid(visible=False)
-            for title, line in data.split(rows, setups[half])[1]:
+            for title, line in data.split(swept, setup)[1]:
                 name = ", ".join(filter(None, [half, title]))
                 style.draw_lines(axes, line.assign(name=name), {name: style.look(half)})
 
-    runs = pd.concat([accuracy, latency], ignore_index=True)
-    panels = []
-    for setting, panel in runs.groupby("setting"):
-        panels.append(("", panel, draw))
+    runs = pd.concat(halves.values(), ignore_index=True)
+    panels: list[style.Panel] = [("", panel, draw) for _, panel in runs.groupby("setting")]
     shared = []
-    for half, rows in runs.groupby("half"):
-        shared.append(f"{half}: {data.split(rows, setups[half])[0]}")
-    note = "\n".join(shared) + f"; {style.error_note(accuracy)}"
+    for half, rows in halves.items():
+        shared += [f"{half}: {data.split(rows, setups[half])[0]}"] if len(rows) else []
+    note = "\n".join(shared) + f"; {style.error_note(halves['accuracy'])}"
     # The panels have room for the second axis.
     return style.draw_panels(panels, note, panel_inches=(4.2, 2.5))
-
-
-def _with_setting(table: pd.DataFrame, half: str) -> pd.DataFrame:
-    """The rows whose label says what they vary, of one half of the figure."""
-    parts = table.label.str.extract(SETTING)
-    rows = table.assign(setting=parts.setting, x=parts.x.astype(float), half=half)
-    return rows[rows.x.notna()]
 
 
 def table2(table: pd.DataFrame) -> Figure | None:

@@ -241,17 +241,16 @@ def _draw_batches(axes: Axes, panel: pd.DataFrame) -> None:
     for label in style.ordered(panel.label):
         rows = fitting[fitting.label == label].sort_values("batch_size")
         look = style.look(label)
-        x, y = rows.batch_size, rows.decode_tokens_per_s
         if rows.empty:
             cross = look.of_line | {"marker": "x", "markersize": 7, "label": label}
             axes.plot([1], [1 if math.isnan(best_of_base) else best_of_base], **cross)
             continue
-        axes.plot(x, y, label=label, **look.of_line)
+        rates = rows.set_index("batch_size").decode_tokens_per_s
+        axes.plot(rates, label=label, **look.of_line)
         if rows.wall.iloc[-1] != "max_batch":
-            axes.plot(x.iloc[-1:], y.iloc[-1:], color=look.color, **WALL)
-        first = rows[y > best_of_base].head(1)
+            axes.plot(rates.tail(1), color=look.color, **WALL)
         if label != IDEAL:
-            axes.plot(first.batch_size, first.decode_tokens_per_s, color=look.color, **RING)
+            axes.plot(rates[rates > best_of_base].head(1), color=look.color, **RING)
     if not math.isnan(best_of_base):
         axes.axhline(best_of_base, color=style.GREY, linewidth=0.8, linestyle=":")
     style.log2_x(axes, [power for power in POWERS if power <= 2 * panel.batch_size.max()])

@@ -212,7 +212,12 @@ def similarity(subject: Subject) -> list[Point]:
         }
     except ValueError as error:  # of the method, as a session would raise it
         raise UserError(f"analysis.budget={kept}: {error}") from error
-    subject.observe(layers, lambda block: [seen.see(block) for seen in of_layer[block.layer]])
+
+    def see(block: Block) -> None:
+        for compared in of_layer[block.layer]:
+            compared.see(block)
+
+    subject.observe(layers, see)
     points = []
     for layer, pair in of_layer.items():
         for compared, seen in zip(methods, pair, strict=True):

@@ -260,8 +260,8 @@ def board_rows(context: int) -> pd.DataFrame:
             row = {"label": file["title"], "method": name, "codec": file["codec"]}
             formats.append(row | {"family": "codes", "dense_numbers": "", "own_budget": True})
     rows = pd.concat([rows, pd.DataFrame(formats)], ignore_index=True)
-    is_added = ["codec" not in shipped(method)[1] for method in rows["method"]]
-    added = rows["codec"].where(is_added, "")
+    has_own_codec = rows["method"].map(lambda method: "codec" in shipped(method)[1])
+    added = rows["codec"].mask(has_own_codec, "")
     key = rows["method"] + ("+" + added).where(added != "", "")
     return rows.assign(added_codec=added, key=key, most_questions=rows["num_questions"].max())
 
@@ -615,9 +615,9 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
     for why in dict.fromkeys(left.values()):
         labels = [label for label, of_label in left.items() if of_label == why]
         lines.append(f"Left out, as {why}: {', '.join(labels)}.")
-    labels = {option.board["method"]: option.label for option in options}
+    shown = {option.board["method"]: option.label for option in options}
     known = KNOWN["engines"]
-    having = "; ".join(f"{label}: {known[at]}" for at, label in labels.items() if at in known)
+    having = "; ".join(f"{label}: {known[at]}" for at, label in shown.items() if at in known)
     return [*lines, timed(), f"Serving engines: {having}; of the others none is known here."]
 
 
