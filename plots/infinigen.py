@@ -76,7 +76,7 @@ def fig17(scores: pd.DataFrame, times: pd.DataFrame) -> Figure | None:
     halves = {}
     for half, rows, column in ("accuracy", scores, "value"), ("latency", times, "decode_s"):
         swept = rows.join(rows.label.str.extract(SETTING)).dropna(subset="x")
-        halves[half] = swept.assign(x=swept.x.astype(float), y=swept[column], half=half)
+        halves[half] = swept.assign(x=swept.x.astype(float), y=swept.get(column), half=half)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         setting = panel.setting.iloc[0]
