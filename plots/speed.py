@@ -254,5 +254,5 @@ def _draw_batches(axes: Axes, panel: pd.DataFrame) -> None:
     if not math.isnan(best_of_base):
         axes.axhline(best_of_base, color=style.GREY, linewidth=0.8, linestyle=":")
     style.log2_x(axes, [power for power in POWERS if power <= 2 * panel.batch_size.max()])
-    style.log_y(axes)
+    style.log(axes.yaxis)
     axes.set(xlabel="batch size (sequences)", ylabel="decode tokens/s of the batch")

@@ -189,18 +189,14 @@ def finish(figure: Figure, note: str) -> Figure:
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
         figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
     letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
-    lines: list[str] = []
-    for paragraph in note.split("\n"):
-        lines += textwrap.wrap(paragraph, letters)
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6, color="#444444")
+    text = "\n".join(textwrap.fill(paragraph, letters) for paragraph in note.split("\n"))
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=6, color="#444444")
     return figure
 
 
 def error_note(rows: pd.DataFrame) -> str:
-    """What the error bars of `rows` are.
-
-    KL and agreement compare with the full cache by themselves.
-    """
+    """What the error bars of `rows` are. KL and agreement compare with the full cache by
+    themselves."""
     by_themselves = rows.metric.isin(["perplexity_full", "kl_nats", "top1_agreement"])
     paired = rows[(rows.label != FULL) & ~by_themselves].difference.notna()
     if not paired.any():
@@ -262,26 +258,16 @@ def budget_lines(axes: Axes, rows: pd.DataFrame, *, codecs: str) -> None:
     axes.set_xlim(left=0)
 
 
-def log_y(axes: Axes, values: pd.Series | None = None) -> None:
-    """A logarithmic y axis with plain numbers at 1, 2 and 5.
+def log(axis: Axis, values: pd.Series | None = None) -> None:
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5.
 
     Given `values`, only where the largest is over `WIDE` times the smallest.
     """
     if values is None or values.max() > WIDE * values.min():
-        axes.set_yscale("log")
-        _plain_numbers(axes.yaxis)
-
-
-def log_x(axes: Axes) -> None:
-    """A logarithmic x axis with plain numbers at 1, 2 and 5."""
-    axes.set_xscale("log")
-    _plain_numbers(axes.xaxis)
-
-
-def _plain_numbers(axis: Axis) -> None:
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def log2_x(axes: Axes, values: Iterable[float]) -> None:
