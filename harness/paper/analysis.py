@@ -9,7 +9,7 @@ Each comes from one dense pass, in chunks of query tokens. Memory is linear in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -187,7 +187,7 @@ class Subject:
 # Attention: similarity under a smaller cache (Fig 4), key tokens (Fig 5), sparsity (Fig 20)
 
 
-def similarity(subject: Subject) -> list[Point]:
+def similarity(subject: Subject) -> Iterator[Point]:
     """Figure 4: cosine similarity of attention weights to the full cache's, token by token, under a
     method that evicts and under the oracle (the paper's "Optimal"), which picks as many tokens anew
     from the whole history at every step.
@@ -218,13 +218,10 @@ def similarity(subject: Subject) -> list[Point]:
             compared.see(block)
 
     subject.observe(layers, see)
-    points = []
     for layer, pair in of_layer.items():
         for compared, seen in zip(methods, pair, strict=True):
             for x, heads in binned(seen.cosines[:, 1:], 1, SIMILARITY_BINS):
-                point = mean_point(heads, compared.title, "cosine_similarity", "token", x, layer)
-                points.append(point)
-    return points
+                yield mean_point(heads, compared.title, "cosine_similarity", "token", x, layer)
 
 
 class Similarity:
@@ -266,7 +263,7 @@ class Similarity:
         self.cosines[:, first : block.stop] = cosines.flatten(1, 2)[0].cpu()
 
 
-def key_tokens(subject: Subject) -> list[Point]:
+def key_tokens(subject: Subject) -> Iterator[Point]:
     """Figure 5: how many key tokens hold 0.9 of a query's attention weight, current token included.
 
     A histogram over all queries and heads, and the mean over heads at single queries: the number
@@ -275,18 +272,16 @@ def key_tokens(subject: Subject) -> list[Point]:
     counts = counts_of(subject, KEY_TOKENS_LAYERS)
     subject.observe(counts, lambda block: count(block, counts))
     width = 2 ** max(0, (subject.num_tokens // HISTOGRAM_BINS).bit_length() - 1)
-    points = []
     for layer, of_layer in counts.items():
         series, metric = f"layer {layer}", "share_of_queries"
         num_bins = max(2, int(of_layer.max()) // width + 1)
         bins = torch.stack([torch.bincount(head // width, minlength=num_bins) for head in of_layer])
         for index, share in enumerate((bins.double() / subject.num_tokens).unbind(-1)):
-            points.append(mean_point(share, series, metric, "key_tokens", index * width, layer))
+            yield mean_point(share, series, metric, "key_tokens", index * width, layer)
         for at in QUERIES:
             if at < subject.num_tokens:
-                num, metric = of_layer[:, at], f"key_tokens_for_{MASS:g}"
-                points.append(mean_point(num, series, metric, "query_token", at, layer))
-    return points
+                number, metric = of_layer[:, at], f"key_tokens_for_{MASS:g}"
+                yield mean_point(number, series, metric, "query_token", at, layer)
 
 
 def counts_of(subject: Subject, layers: tuple[int, ...]) -> dict[int, Tensor]:
@@ -310,7 +305,7 @@ def tokens_for_mass(probs: Tensor, mass: float = MASS) -> Tensor:
     return torch.from_numpy(ascending.shape[-1] - dropped.sum(-1))
 
 
-def sparsity(subject: Subject) -> list[Point]:
+def sparsity(subject: Subject) -> Iterator[Point]:
     """Figure 20: longer sequences attend to a smaller share of their keys, and the important keys
     change.
 
@@ -341,18 +336,16 @@ def sparsity(subject: Subject) -> list[Point]:
     lengths = [num_tokens]
     while lengths[0] // 2 >= MIN_LENGTH:
         lengths.insert(0, lengths[0] // 2)
-    points = []
     for layer, of_layer in counts.items():
         few = of_layer < SMALL * torch.arange(1, num_tokens + 1)
         for length in lengths:
             shares, metric = few[:, :length].double().mean(-1), "share_of_sparse_queries"
-            points.append(mean_point(shares, f"layer {layer}", metric, "seq_len", length, layer))
+            yield mean_point(shares, f"layer {layer}", metric, "seq_len", length, layer)
     varying = weights.std(-1, correction=0).argsort(descending=True)[:NUM_SHOWN].sort().values
     for x, means in binned(weights[varying], first, WATCHED_BINS):
         for key, mean in zip(keys[varying].tolist(), means.tolist(), strict=True):
             series, metric = f"key {key}", "attention_weight"
-            points.append(Point(series, metric, mean, "query_token", x, watched_layer))
-    return points
+            yield Point(series, metric, mean, "query_token", x, watched_layer)
 
 
 # Hidden states: columns of Q and K before and after skewing (Fig 7), layer inputs (Table 1)
@@ -391,7 +384,7 @@ def columns(subject: Subject) -> list[Point]:
     return points
 
 
-def layer_inputs(subject: Subject) -> list[Point]:
+def layer_inputs(subject: Subject) -> Iterator[Point]:
     """Table 1: cosine similarity of a layer's block input to the previous layer's block input,
     attention output and FFN output. The first is why the attention input of one layer can stand in
     for the next one's.
@@ -421,13 +414,12 @@ def layer_inputs(subject: Subject) -> list[Point]:
                 hook(module.register_forward_hook(stream.computed))
         subject.run()
     similarities = torch.stack(stream.similarities)[[layer - 1 for layer in chosen]]  # [layers, 3]
-    points, metric = [], "cosine_similarity"
+    metric = "cosine_similarity"
     for name, found in zip(INPUTS, similarities.T, strict=True):
-        points.append(mean_point(found, name, metric))
+        yield mean_point(found, name, metric)
     for number, row in zip(chosen, similarities.tolist(), strict=True):
         for name, value in zip(INPUTS, row, strict=True):
-            points.append(Point(name, metric, value, "layer", number, number))
-    return points
+            yield Point(name, metric, value, "layer", number, number)
 
 
 class _ResidualStream:
@@ -478,7 +470,7 @@ class _ResidualStream:
 
 # Runs
 
-STATISTICS: Mapping[str, Callable[[Subject], list[Point]]] = {
+STATISTICS: Mapping[str, Callable[[Subject], Iterable[Point]]] = {
     "similarity": similarity,
     "key_tokens": key_tokens,
     "columns": columns,
@@ -508,8 +500,9 @@ def run_analysis(config: RunConfig, loaded: LoadedModel) -> Outcome:
     with attach(loaded.model) as attached:
         attached.require_length(num_tokens)
         tokens = torch.tensor([ids[:num_tokens]], device=attached.device)
-        points = STATISTICS[config.analysis.statistic](Subject(config, loaded, attached, tokens))
-    return Outcome({"source": "measured", "points": [point._asdict() for point in points]})
+        found = STATISTICS[config.analysis.statistic](Subject(config, loaded, attached, tokens))
+        points = [point._asdict() for point in found]
+    return Outcome({"source": "measured", "points": points})
 
 
 def run_memory(config: RunConfig) -> Outcome:

@@ -82,14 +82,12 @@ class Option:
     @property
     def label(self) -> str:
         """The method in words."""
-        label: str = self.board["label"]
-        return label
+        return str(self.board["label"])
 
     @property
     def key(self) -> str:
         """Method and codec, as advise.yaml names them."""
-        key: str = self.board["key"]
-        return key
+        return str(self.board["key"])
 
     @property
     def lost(self) -> float:
