@@ -332,7 +332,7 @@ def predict(case: Case) -> dict[str, Any]:
     steps, one walk each.
 
     The segments are of one block under the method in the last step; transfer is the time that
-    compute waits. Bytes over the link: prefill included. None is what the model does not know.
+    compute waits. Bytes over the link: prefill included.
     """
     num_layers, overlap, layers = case.shape.num_layers, OVERLAPS[case.label], case.layers
     vocabulary = matmul(case.batch_size, case.shape.vocab_size * case.shape.hidden_size)
@@ -375,14 +375,12 @@ def predict(case: Case) -> dict[str, Any]:
         "d2h_bytes": round(sum(work.store_bytes for work in (*prompt, *rows))),
         "exposed_transfer_s": _exposed(ends[-1], times),
         "link_bytes_per_s": loaded / link_s if link_s else None,
-        "peak_device_bytes": None,
         "budget": mean(budgets),
-        "run_id": "",
         "transfer_s": _exposed(ends[-2] - ends[-3], times[-2:-1]),
-        **{
-            f"{name}_s": getattr(times[-2], name)
-            for name in ("attention", "ffn", "prediction", "other")
-        },
+        "attention_s": times[-2].attention,
+        "ffn_s": times[-2].ffn,
+        "prediction_s": times[-2].prediction,
+        "other_s": times[-2].other,
     }
 
 
