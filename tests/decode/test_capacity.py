@@ -20,7 +20,7 @@ from harness.model.random_ids import RandomIds
 from harness.model.shape import ModelShape
 from harness.model.tiny import tiny_model
 from harness.paper.costmodel import capacity as modelled
-from harness.paper.costmodel.schemes import Efficiency, Platform
+from harness.paper.costmodel.predict import Efficiency, Platform
 from harness.run.advise import modelled as modelled_run
 from harness.run.cli import main
 from harness.run.compose import load
@@ -50,8 +50,8 @@ MACHINE = Platform("machine", "modelled", "nowhere", device_bytes=1e6, **RATES)
 def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200_000, host_bytes=None, **options):
     """A method on a small machine, sequences of 24 + 8 tokens. Activations are left out."""
     method = method or Full(dense_layers=2)
-    geometry = modelled._geometry(SHAPE, "llama")
-    model = modelled._model_sizes(SHAPE, geometry, method, WEIGHTS)
+    geometry = modelled.geometry_of(SHAPE, "llama")
+    model = modelled.sizes_of_shape(SHAPE, geometry, method, WEIGHTS)
     model = replace(model, sizes=model.sizes._replace(hidden=0, head_dim=0, attention=0, ffn=0))
     plan = Plan(model, method, codec, placement, **options)
     return Capacity("platform=machine", plan, 24, 8, device_bytes, host_bytes, max_batch=50)
@@ -145,8 +145,8 @@ def test_a_shape_has_the_sizes_of_the_loaded_model(method):
     model = tiny_model("llama", num_key_value_heads=2)
     with attach(model) as attached:
         loaded = sizes_of(attached, method)
-    geometry = modelled._geometry(SHAPE, "llama")
-    shaped = modelled._model_sizes(SHAPE, geometry, method, loaded.weight_bytes)
+    geometry = modelled.geometry_of(SHAPE, "llama")
+    shaped = modelled.sizes_of_shape(SHAPE, geometry, method, loaded.weight_bytes)
     for one, other in zip(shaped.layers, loaded.layers, strict=True):
         kinds = [(layer.policy.kind, layer.policy.number, layer.policy.when) for layer in (one, other)]
         assert one._replace(policy=None) == other._replace(policy=None) and kinds[0] == kinds[1]
