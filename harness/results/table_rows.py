@@ -43,6 +43,8 @@ CONDITIONS = (
 NO_METRICS = {*CONDITIONS, "num_truncated", "num_dense", "num_contexts"}
 IN_BUDGET = ("budget", DENSE_LAYERS.name)
 """Settings of a method that the budget in the name of a series says: it counts dense layers."""
+SHAPES = {"capacity": "latency"}
+"""By table of a record, its shape where that has another name."""
 Row = dict[str, Any]
 
 
@@ -52,7 +54,7 @@ def frames_of(
     *,
     weights: bool = True,
 ) -> dict[str, pd.DataFrame]:
-    """The rows of the newest finished records by shape of table, with all columns of the shape.
+    """The rows of the newest finished records by the field `table`, with all columns of its shape.
 
     The full cache's run is looked for among the records, then among those that `elsewhere` returns.
     weights: different weights of one model count as a setting.
@@ -73,7 +75,9 @@ def frames_of(
         }
         for row in _rows_of(record):
             rows[record["table"]].append(of_run | row)
-    frames = {shape: with_columns(pd.DataFrame(rows[shape]), shape) for shape in rows}
+    frames = {}
+    for table, found in rows.items():
+        frames[table] = with_columns(pd.DataFrame(found), SHAPES.get(table, table))
     scored = [record for record in finished if record["table"] == "accuracy"]
     frames["accuracy"] = _compared(frames["accuracy"], scored, elsewhere)
     return frames

@@ -32,7 +32,7 @@ from harness.results.columns import (
 from harness.results.metrics import rank
 from harness.results.record import Record, current, read_records
 from harness.results.samples import full_runs
-from harness.results.table_rows import frames_of, layers_of
+from harness.results.table_rows import SHAPES, frames_of, layers_of
 from harness.settings.kinds import BOARD, find
 from harness.settings.paths import shipped_beside
 from harness.settings.schema import kind_of
@@ -47,8 +47,8 @@ TIMED_RUN = [*MACHINE, "batch_size", "prompt_len", "gen_len"]
 _OF_BOARD = "dense_layers run_id"
 ORDER = {
     "accuracy": "model label task seq_len budget part end rank run_id",
-    "latency": "model label batch_size prompt_len gen_len budget run_id",
-    "capacity": "model label platform prompt_len gen_len memory_bytes batch_size budget run_id",
+    "latency": "model label platform context memory_bytes batch_size prompt_len gen_len budget "
+    "run_id",
     "board_texts": f"model label asked_budget seq_len text {_OF_BOARD} window",
     "board_answers": f"model label asked_budget task {_OF_BOARD} context_id",
     "board_steps": f"model label asked_budget {_OF_BOARD}",
@@ -76,7 +76,7 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         shape = find(kind).table if kind else next((run["table"] for run in records), "accuracy")
         own = {experiment: (shape, frames[shape])}
         if len(frames["capacity"]):
-            own["capacity"] = "capacity", frames["capacity"]
+            own["capacity"] = "latency", frames["capacity"]
         if experiment == "perplexity":
             own[LAYERS_TABLE] = "analysis", layers_of(records)
         if experiment == BOARD:
@@ -136,12 +136,18 @@ def joined(path: Path, shape: str, own: pd.DataFrame) -> pd.DataFrame:
     The shipped rows are those of the results beside the folder of `path` (`shipped_beside`), else
     those in the table at `path`. Raises UserError for a damaged table.
     """
-    shipped = _shipped_rows(path, shape)
-    identity = list(IDENTITY[shape])
-    replaced = own[identity].drop_duplicates()
-    found = shipped[identity].merge(replaced, how="left", on=identity, indicator=True)
+    shipped, identity = _shipped_rows(path, shape), list(IDENTITY[shape])
+    replaced = _identified(own)[identity].drop_duplicates()
+    found = _identified(shipped)[identity].merge(replaced, "left", on=identity, indicator=True)
     stays = (found["_merge"] == "left_only").to_numpy()
     return ordered(shape, pd.concat([shipped[stays], own], ignore_index=True))
+
+
+def _identified(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a `fixed_batch`, which a largest batch is not."""
+    if "largest_batch" not in rows:
+        return rows
+    return rows.assign(fixed_batch=rows["batch_size"].where(rows["largest_batch"].isna()))
 
 
 def _shipped_rows(path: Path, shape: str) -> pd.DataFrame:
@@ -184,7 +190,7 @@ def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
     from harness.results.pages import render_terminal
 
     frames = frames_of(records, elsewhere)
-    texts = [render_terminal(ordered(shape, frames[shape])) for shape in frames]
+    texts = [render_terminal(ordered(SHAPES.get(name, name), frames[name])) for name in frames]
     return "\n\n".join(filter(None, texts))
 
 
@@ -196,7 +202,7 @@ def ship(results_dir: Path) -> None:
     for path in sorted(results_dir.glob("tables/*.csv")):
         rows = read_frame(path)
         shape = shape_of(rows.columns)
-        is_predicted = shape != "capacity" and (rows["source"] == "modelled").any()
+        is_predicted = path.stem != "capacity" and (rows["source"] == "modelled").any()
         if shape not in MADE and not is_predicted:
             _write(path, shape, ordered(shape, rows.assign(shipped="yes")))
 
