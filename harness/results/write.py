@@ -190,7 +190,7 @@ def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
     from harness.results.pages import render_terminal
 
     frames = frames_of(records, elsewhere)
-    texts = [render_terminal(ordered(SHAPES.get(name, name), frames[name])) for name in frames]
+    texts = [render_terminal(ordered(SHAPES[name], frames[name])) for name in frames]
     return "\n\n".join(filter(None, texts))
 
 
