@@ -100,13 +100,9 @@ def render_markdown(name: str, frame: pd.DataFrame) -> str:
     published = columns.published().query("figure == @name")[PUBLISHED_HEADER]
     if len(published):
         sheets.append(Sheet("published numbers", published.replace("", MISSING)))
-    words = note(name if name == "capacity" else shape_of(frame.columns), max_columns=MAX_COLUMNS)
+    special = [words for words in ("capacity", "modelled") if name.endswith(words)]
+    words = note(*special or [shape_of(frame.columns)], max_columns=MAX_COLUMNS)
     return markdown(name, words, sheets)
-
-
-def render_modelled(figure: str, frame: pd.DataFrame) -> str:
-    """The whole `.md` file of the cost model's predictions of a figure."""
-    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(frame))
 
 
 def render_terminal(frame: pd.DataFrame) -> str:
@@ -160,9 +156,8 @@ def _told_apart(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _with_values(shown: Iterable[Metric], frame: pd.DataFrame) -> list[Metric]:
-    """The columns, each once, in which any row has a number."""
-    filled = set(frame.columns[frame.notna().any()])
-    return [column for column in dict.fromkeys(shown) if column.name in filled]
+    """The columns in which any row has a number."""
+    return [column for column in shown if column.name in frame and frame[column.name].notna().any()]
 
 
 # Accuracy: a line per method and settings, a column per task and metric
@@ -476,11 +471,11 @@ def _figure_sheet(title: str, rows: pd.DataFrame) -> Sheet:
 
 def _closest(rows: pd.DataFrame) -> pd.Index:
     """The lines to show: all, or the closest to the full cache in the first column."""
+    task, metric = rows[KEY].iloc[0]
+    first = rows[rows["task"].eq(task) & rows["metric"].eq(metric)].set_index("line")["value"]
     lines = rows.assign(is_full=_is_full(rows)).groupby("line")[["is_full"]].first()
+    lines["distance"] = first if metric in (KL, PERPLEXITY) else -first
     if len(lines) > MAX_ROWS:
-        task, metric = rows[KEY].iloc[0]
-        first = rows[rows["task"].eq(task) & rows["metric"].eq(metric)].set_index("line")["value"]
-        lines["distance"] = first if metric in (KL, PERPLEXITY) else -first
         lines = lines.sort_values(["is_full", "distance"], ascending=[False, True], kind="stable")
     return lines.index[:MAX_ROWS]
 
