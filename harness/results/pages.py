@@ -6,10 +6,11 @@ CSV give the same texts.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 
+import numpy as np
 import pandas as pd
 
 from harness.errors import printable
@@ -296,7 +297,9 @@ def _by_series(rows: pd.DataFrame, shown: Metric) -> pd.DataFrame:
     if layers.max() > 1 and rows["x_name"].iloc[0] != metrics.LAYER.name:
         of_layer = rows["layer"].map(f", {metrics.LAYER.phrase}".format, na_action="ignore")
         rows = rows.assign(series=rows["series"] + of_layer.fillna(""))
-    headings = {x: f"{x:,g}" for x in _spread(sorted(rows["x"].dropna().unique()))}
+    values = np.sort(rows["x"].dropna().unique())
+    places = np.linspace(0, len(values) - 1, min(MAX_COLUMNS, len(values)), dtype=int)
+    headings = {x: f"{x:,g}" for x in values[places]}  # the first and the last among them
     if not headings:  # a number of the whole series
         rows, headings = rows.assign(x=0.0), {0.0: shown.heading}
     numbers = zip(rows["value"], rows["stderr"], strict=True)
@@ -304,15 +307,7 @@ def _by_series(rows: pd.DataFrame, shown: Metric) -> pd.DataFrame:
     cells = cells.drop_duplicates(["series", "x"], keep="last")
     table = cells.pivot(index="series", columns="x", values="cell")
     table = table.reindex(index=rows["series"].unique(), columns=[*headings]).fillna(MISSING)
-    table = table.set_axis([*headings.values()], axis=1)
-    return table.rename_axis(metrics.LABEL.heading).reset_index()
-
-
-def _spread(values: Sequence[float]) -> list[float]:
-    """At most `MAX_COLUMNS` of the values, the first and the last among them."""
-    count = min(MAX_COLUMNS, len(values))
-    last, gaps = len(values) - 1, max(1, count - 1)
-    return [values[index * last // gaps] for index in range(count)]
+    return table.rename(columns=headings).rename_axis(LABEL.heading).reset_index()
 
 
 SHEETS = {"latency": _latency, "accuracy": _accuracy, "analysis": _analysis}
@@ -424,23 +419,19 @@ def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _sizes(rows: pd.DataFrame) -> Iterator[str]:
-    """How many windows or questions each text or task has."""
+    """How many windows or questions each text or task has, such as "3 or 8 windows"."""
     for task, of_task in rows.groupby("task", sort=False):
-        metric = of_task["metric"].iloc[0]
-        first = of_task[of_task["metric"].eq(metric)]
-        samples, lengths = _each(first["num_samples"]), _each(first["seq_len"])
+        first = of_task[of_task["metric"].eq(of_task["metric"].iloc[0])].fillna({"num_samples": 0})
+        samples, lengths, shots = (
+            " or ".join(f"{value:,.0f}" for value in sorted(first[name].dropna().unique()))
+            for name in ("num_samples", "seq_len", "num_fewshot")
+        )
         plural = "s" * (samples != "1")
-        if metric in OF_WINDOWS:
+        if first["metric"].iloc[0] in OF_WINDOWS:
             yield f"{task}: {samples} window{plural} of {lengths} tokens"
         else:
-            shots = first["num_fewshot"].max()
-            words = f", {shots:.0f}-shot" if shots > 0 else ""
-            yield f"{task}: {samples} question{plural}{words}"
-
-
-def _each(values: pd.Series) -> str:
-    """The values of a column, "512 or 2,048"."""
-    return " or ".join(f"{value:,.0f}" for value in sorted(values.fillna(0).unique()))
+            few = f", {shots}-shot" if shots not in ("", "0") else ""
+            yield f"{task}: {samples} question{plural}{few}"
 
 
 # The table

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.results.record import Record, current, read_all, without_paths
+from harness.results.record import LOCATIONS, Record, current, flat, read_all
 from harness.results.stats import detectable, two_sided_p, unseen_rate
 from harness.settings.kinds import COMMON, find
 
@@ -224,6 +224,8 @@ def _asked(record: Record, name: str) -> str | None:
     if name not in record["samples"]:
         return None
     names = {"kind", "model", *find(record["kind"]).depends_on} - MAY_DIFFER
-    settings = without_paths({each: record["config"].get(each) for each in names})
+    settings = flat({each: record["config"].get(each) for each in names})
+    for location in LOCATIONS:
+        settings.pop(location, None)
     data = [record["inputs"].get(each) for each in ("model", "include_path", name)]
     return json.dumps([settings, data], sort_keys=True)

@@ -18,7 +18,7 @@ from harness.errors import UserError
 from harness.results import record as records
 from harness.results import write as tables
 from harness.results.columns import TABLES, csv_of, read_frame, shape_of
-from harness.results.metrics import METRICS, MISSING, PERCENT, Metric, quantity
+from harness.results.metrics import METRICS, MISSING, quantity
 from harness.results.pages import render_markdown, render_terminal, sheets_of
 from harness.results.sheet import MAX_LETTERS, MAX_ROWS
 from harness.results.table_rows import frames_of
@@ -157,17 +157,6 @@ def test_a_text_and_its_chunks_have_a_row_per_measured_metric(tmp_path):
     assert "by range of tokens" in text and "offline[256:512] perplexity" in text
     file = record | {"metrics": {"/home/someone/book[1].txt": record["metrics"]["offline"]}, "chunks": []}
     assert set(frames_of([file])["accuracy"]["task"]) == {"book[1].txt"}
-
-
-def test_a_metric_is_one_declaration_and_its_number(tmp_path, monkeypatch):
-    """Heading, unit and digits follow."""
-    monkeypatch.setitem(METRICS, "coverage", Metric("coverage", "coverage of words", PERCENT, 1))
-    own = TEXT_METRICS | shares(0.16) | {"coverage": 0.5, "coverage_stderr": 0.125}
-    save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": own})
-    found = {row["metric"]: row["value"] for row in update(tmp_path, "perplexity")}
-    assert found["coverage"] == "0.5"
-    (line,) = sheet(tmp_path / "tables" / "perplexity")
-    assert line["offline coverage of words (%)"] == "50.0 ± 12.5"
 
 
 def test_a_needle_has_a_row_per_length_and_fifth_of_the_prompt(tmp_path):
