@@ -439,11 +439,13 @@ def _sizes(rows: pd.DataFrame) -> Iterator[str]:
 
 def _figure_sheet(title: str, rows: pd.DataFrame) -> Sheet:
     """The table with intervals, or with marks where these are too wide."""
-    shown = _closest(rows)
-    table = _figure_table(rows, has_intervals=True).loc[shown]
-    has_intervals = fits(table)
-    if not has_intervals:
-        table = _figure_table(rows, has_intervals=False).loc[shown]
+    shown, headings = _closest(rows), _brief_headings(rows)
+    names = rows.drop_duplicates("line").set_index("line")[["name"]].set_axis([METHOD], axis=1)
+    for has_intervals in (True, False):
+        scores = _wide(rows, SHARES, headings, has_intervals=has_intervals)
+        table = names.join(scores).loc[shown]
+        if fits(table):
+            break
     is_said = {
         "shares": True,
         "answers": _is_answer(rows).any(),
@@ -471,17 +473,10 @@ def _closest(rows: pd.DataFrame) -> pd.Index:
     return lines.index[:MAX_ROWS]
 
 
-def _figure_table(rows: pd.DataFrame, *, has_intervals: bool) -> pd.DataFrame:
-    names = rows.drop_duplicates("line").set_index("line")["name"].rename(METHOD)
-    scores = _wide(rows, SHARES, _brief_headings(rows), has_intervals=has_intervals)
-    return names.to_frame().join(scores)
-
-
 def _brief_headings(rows: pd.DataFrame) -> dict[Key, str]:
     """The heading of each column: of a task its name where that is enough, and no text's name where
     there is one."""
-    keys = rows.drop_duplicates(KEY)
-    found = {}
+    keys, found = rows.drop_duplicates(KEY), {}
     for task, metric in keys[KEY].itertuples(index=False):
         heading = quantity(metric).heading
         if metric.partition(",")[0] in RIGHT_OR_WRONG and keys["task"].eq(task).sum() == 1:
