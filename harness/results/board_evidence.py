@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from harness.errors import UserError
-from harness.results.columns import IDENTITY, TABLES, names, read_frame, with_columns
+from harness.results.columns import IDENTITY, TABLES, read_frame, with_columns
 from harness.results.record import Record, in_words
 from harness.results.samples import is_full
 from harness.settings.kinds import OF_CODECS
@@ -44,7 +44,7 @@ def evidence_of(records: Iterable[Record]) -> dict[str, pd.DataFrame]:
             rows[TEXTS] += _windows(record)
     found = {}
     for name, shape in SHAPES.items():
-        frame = pd.DataFrame(rows[name], columns=names(TABLES[shape]))
+        frame = pd.DataFrame(rows[name], columns=TABLES[shape])
         runs = frame.groupby(list(IDENTITY[shape]), dropna=False)["run_id"]
         found[name] = frame[frame["run_id"] == runs.transform("last")]
     return found

@@ -15,7 +15,7 @@ from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.links import CudaLink, LinkUse
 from harness.decode.session import LiveSession
 from harness.decode.timeline import StepClock
-from harness.results import columns
+from harness.results.columns import TABLES
 from harness.results.step_stats import StepStats, StepTimes, deviation, stats_of, times_of
 from harness.speed.generate import Generated
 from tests.cases import CASES
@@ -167,7 +167,7 @@ def test_the_hit_rate_is_that_of_rows_counted_one_by_one(monkeypatch, name, leng
 
 def test_the_names_are_those_of_the_tables():
     named = {field.name for field in fields(StepStats)}
-    assert named <= {column.name for column in columns.LATENCY}
+    assert named <= {*TABLES["latency"]}
     assert issubclass(Generated, StepStats)
 
 
