@@ -19,7 +19,7 @@ from markupsafe import Markup
 from harness.errors import UserError
 from harness.files import write_atomic
 from harness.report.sections import SOURCES, Section, sections_of
-from harness.results import board_page
+from harness.results import board
 from harness.results.archive import opened
 from harness.results.columns import shape_of
 from harness.results.metrics import GIB
@@ -116,7 +116,7 @@ def said_of(section: Section) -> str:
     """The result of a figure in sentences: of the board, of one's own runs, or its finding."""
     part, words = section.parts[0], ""
     if BOARD in part.tables:
-        words = board_page.said(part.tables[BOARD])
+        words = board.said(part.tables[BOARD])
     elif part.has_own:
         first = next(iter(part.tables.values()))
         if shape_of(first.columns) == "accuracy":

@@ -110,7 +110,7 @@ BOARD_STEPS = named(
     "link_bytes_per_s step_s budget source shipped run_id"
 )
 """The decode step of a method, the mean of a timed run. `label`: that of the same method's run on a
-text. Seconds and bytes are of one step (`results/board_evidence.py`)."""
+text. Seconds and bytes are of one step (`results/board_rows.py`)."""
 BOARD = named(
     "over model method codec family label asked_budget seq_len rank rank.. num_compared kl_nats "
     "ratio ratio.. degrees num_models num_windows num_places answers answers_difference "

@@ -17,11 +17,10 @@ import pytest
 from matplotlib.text import Text
 
 from harness import report
-from harness.results import board, board_page
+from harness.results import board
 from harness.results import write as tables
-from harness.results.board_evidence import ANSWERS, SHAPES, STEPS, TEXTS
-from harness.results.board_page import first_board
-from harness.results.board_rows import COSTS, ORACLES, fronts
+from harness.results.board import first_board
+from harness.results.board_rows import ANSWERS, ORACLES, SHAPES, STEPS, TEXTS, fronts
 from harness.results.columns import csv_of, read_frame
 from harness.results.samples import clustered_stderr
 from harness.results.stats import LEVEL, estimates, holm
@@ -67,6 +66,11 @@ def plain_estimate(windows: pd.DataFrame) -> tuple[float, float, float]:
     return theta, variance, variance**2 / below
 
 
+def wide(windows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """The values as `estimates` takes them."""
+    return windows.pivot(index=["model", "part", "place"], columns=list(columns) or "all", values="value")
+
+
 def layout(places_of_models: Sequence[int], num_texts: int = 3) -> pd.DataFrame:
     """Windows: with fewer places every second of the others', as experiment=board lays them."""
     found: Rows = []
@@ -74,7 +78,7 @@ def layout(places_of_models: Sequence[int], num_texts: int = 3) -> pd.DataFrame:
     for (number, count), text in itertools.product(enumerate(places_of_models), range(num_texts)):
         for place in range(count):
             found.append({"model": f"m{number}", "part": f"t{text}", "place": place * most // count})
-    return pd.DataFrame(found).assign(weight=1, all=0)
+    return pd.DataFrame(found).assign(all=0)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_an_estimate_is_the_plain_reference(places_of_models, num_texts):
     rng = np.random.default_rng(0)
     windows = windows.assign(value=rng.normal(0.3, 1 + windows.part.str[1:].astype(int)))
     others = windows.assign(all=1, value=rng.normal(size=len(windows)))
-    found = estimates(pd.concat([windows, others]), ["all"]).loc[0]
+    found = estimates(wide(pd.concat([windows, others]))).loc[0]
     theta, variance, degrees = plain_estimate(windows)
     assert found["mean"] == pytest.approx(theta) and found.stderr == pytest.approx(math.sqrt(variance))
     assert found.degrees == int(degrees + 1e-9)
@@ -99,20 +103,18 @@ def test_over_models_the_models_are_the_sample():
     shifts = windows.model.map({"m0": -1.0, "m1": 0.2, "m2": 0.5})
     windows["value"] = shifts + 0.01 * rng.normal(size=len(windows))
     means = windows.groupby("model").value.mean()  # of equally long texts
-    found, within = (estimates(windows, ["all"], over_models=over).loc[0] for over in (True, False))
+    found, within = (estimates(wide(windows), over_models=over).loc[0] for over in (True, False))
     assert found["mean"] == pytest.approx(means.mean()) == pytest.approx(within["mean"])
     assert found.stderr == pytest.approx(means.std() / 3**0.5) and found.degrees == 2
     assert found.stderr > 5 * within.stderr, "models that differ"
-    alone = windows[windows.model == "m0"]
-    pd.testing.assert_frame_equal(
-        estimates(alone, ["all"]), estimates(alone, ["all"], over_models=True), check_dtype=False
-    )
+    alone = wide(windows[windows.model == "m0"])
+    pd.testing.assert_frame_equal(estimates(alone), estimates(alone, over_models=True), check_dtype=False)
 
 
 def test_questions_weigh_as_many_as_there_are():
     right, asked = np.array([8, 4, 1, 0]), np.array([8, 8, 4, 4])
-    contexts = pd.DataFrame({"model": "m", "part": "task", "place": range(4), "all": 0, "weight": asked})
-    found = estimates(contexts.assign(value=right / asked), ["all"]).loc[0]
+    contexts = pd.DataFrame({"model": "m", "part": "task", "place": range(4), "all": 0, "value": right / asked})
+    found = estimates(wide(contexts), pd.Series(asked, wide(contexts).index)).loc[0]
     assert found["mean"] == pytest.approx(13 / 24)
     clusters = np.repeat(range(4), asked)  # each question by itself, questions of a context in one cluster
     values = np.concatenate([np.arange(total) < count for count, total in zip(right, asked, strict=True)])
@@ -138,11 +140,11 @@ def simulated(windows: pd.DataFrame, draws: int, shared: float, seed: int) -> pd
 @pytest.mark.parametrize("shared", [0.0, 0.7])
 def test_intervals_cover_the_mean_of_correlated_models(shared):
     values = simulated(layout((8, 8, 4, 4)), 1500, shared, seed=1)
-    found = estimates(values, ["all"])
+    found = estimates(wide(values))
     covered = ((found.low <= 0) & (found.high >= 0)).mean()
     assert 0.935 <= covered <= 0.985
     if shared:
-        of_one_place = estimates(values.assign(place=values.model + values.place.astype(str)), ["all"])
+        of_one_place = estimates(wide(values.assign(place=values.model + values.place.astype(str))))
         covered = ((of_one_place.low <= 0) & (of_one_place.high >= 0)).mean()
         assert covered < 0.88, "windows of one place are not independent"
 
@@ -170,7 +172,7 @@ def test_equal_methods_are_seldom_told_apart():
     pairs = []
     for one, other in itertools.combinations(logs, 2):
         pairs.append(one.assign(value=one.value - other.value, other=other.method))
-    found = estimates(pd.concat(pairs), ["all", "method", "other"])
+    found = estimates(wide(pd.concat(pairs), "all", "method", "other"))
     is_apart = found.groupby("all").p.transform(holm) <= LEVEL
     assert is_apart.groupby("all").any().mean() <= 0.08, "at most 5 % of tables, all pairs together"
 
@@ -339,16 +341,15 @@ def test_a_front_has_the_methods_that_none_beats_at_a_cost():
         row: dict[str, Any] = {f"{name}_{end}": value for name, value in costs.items() for end in ("low", "high")}
         row |= {"method": rng.choice(["quest", "h2o", *ORACLES]), "apart": rng.choice(["", "", "lacks x"])}
         row["family"] = "evicts" if row["method"] == "h2o" else "retrieves"
-        row |= {"kl_nats": rng.random(), "seq_len": rng.choice([1, 2]), "over": "all models"}
+        row |= {"kl_nats": rng.random(), "seq_len": rng.choice([1, 2])}
         rows.append(row | {"step_s": rng.choice([math.nan, rng.uniform(0.1, 0.11)])})
     margins = {"link": (0.01, 0), "link + device": (0, 0), "resident": (0, 0), "step time": (0, 0.01)}
-    assert list(margins) == list(COSTS)
 
     def cost(row: dict[str, Any], name: str) -> float:
         step = math.inf if math.isnan(row["step_s"]) else row["step_s"]
         link, device, resident = row["budget_low"], row["device_frac_low"], row["resident_frac_low"]
         moved = device if row["family"] == "evicts" else link + device  # what is kept lies on the device
-        return dict(zip(COSTS, (link, moved, resident, step), strict=True))[name]
+        return dict(zip(margins, (link, moved, resident, step), strict=True))[name]
 
     found = fronts(pd.DataFrame(rows))
     assert found.str.contains("link, link + device", regex=False).any()
@@ -514,7 +515,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     def refused(said: str) -> None:
         assert re.search(said, refusal_of(board.main, [str(tmp_path)], capsys))
 
-    refused(r"no tables/board-texts.csv in it or in a folder within it; `.*experiment=board` makes one")
+    refused(r"no tables/board-texts.csv with a budget in it or in a folder within it; `.*experiment=board` makes one")
     put(tmp_path, TEXTS, [*window_rows("big", 4), *window_rows("big", 4, ["Far"], method="tova", run_id="2")])
     refused(r"label=Far: two methods have it \(h2o, tova\); give each its own")
     path = tmp_path / "tables" / f"{TEXTS}.csv"
@@ -528,7 +529,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
 
 def judged(results: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> list[str]:
     """What the page says of a claim: the verdict over all models, and where it holds, is not told apart, fails."""
-    monkeypatch.setitem(board_page.SAYS, "claims", [{"claim": "it is so", "label": "Near"} | fields])
+    monkeypatch.setitem(board.SAYS, "claims", [{"claim": "it is so", "label": "Near"} | fields])
     lines = lines_of(board.write(results).read_text(), "it is so")
     return [lines[0][3].partition(":")[0], *lines[0][5:]] if lines else []
 
@@ -570,7 +571,7 @@ def test_a_claim_that_fails_on_one_model_names_the_others(results, monkeypatch):
 
 
 def test_readme_names_methods_that_there_are():
-    named = {*board_page.SAYS["readme"]["methods"], *(claim["label"] for claim in board_page.SAYS["claims"])}
+    named = {*board.SAYS["readme"]["methods"], *(claim["label"] for claim in board.SAYS["claims"])}
     labels = {load([f"method={path.stem}"]).label for path in (CONF_DIR / "method").glob("*.yaml")}
     assert named <= labels
 
