@@ -1,5 +1,5 @@
-"""Rows of the board: from the evidence of records to each method's KL beside the oracle's, its rank,
-answers, memory and step.
+"""Rows of the board: the evidence of records, and of it each method's KL beside the oracle's, its
+rank, answers, memory and step.
 
 The evidence is three tables that `experiment=board` writes: a row for each window of a text, each
 context of a task and each timed decode step. The board is made of these alone, so results without
@@ -102,17 +102,9 @@ def _windows(record: Record) -> pd.DataFrame:
     else:
         family = "reads all" if entries["budget"] == 1 else "codes"
     windows = pd.DataFrame(record["samples"]["windows"], columns=["place", "kl_nats", "budget"])
-    return (
-        windows.rename_axis("window")
-        .reset_index()
-        .assign(
-            text=Path(text).name,
-            seq_len=record["config"]["seq_len"],
-            family=family,
-            device_frac=entries.get("device_frac"),
-            resident_frac=entries.get("resident_frac"),
-        )
-    )
+    of_run = {"text": Path(text).name, "seq_len": record["config"]["seq_len"], "family": family}
+    of_run |= {name: entries.get(name) for name in OF_SHARES[1:]}
+    return windows.assign(window=windows.index, **of_run)
 
 
 def _answers(record: Record) -> pd.DataFrame:
@@ -121,21 +113,19 @@ def _answers(record: Record) -> pd.DataFrame:
     for task, entries in record["metrics"].items():
         samples = record["samples"].get(task, ())
         answers = pd.DataFrame(samples, columns=["acc", "context", "context_tokens"])
-        contexts = (
-            answers.dropna(subset="acc")
-            .groupby("context")
-            .agg(right=("acc", "sum"), asked=("acc", "size"), prompt_len=("context_tokens", "max"))
-        )
-        shares = {name: entries.get(name) for name in OF_SHARES}
-        parts.append(contexts.rename_axis("context_id").reset_index().assign(task=task, **shares))
+        of_contexts = answers.dropna(subset="acc").groupby("context")
+        right, asked = of_contexts["acc"].sum(), of_contexts.size()
+        prompt_len, shares = of_contexts["context_tokens"].max(), map(entries.get, OF_SHARES)
+        of_task = {"task": task, "context_id": right.index, "right": right, "asked": asked}
+        of_task |= {"prompt_len": prompt_len} | dict(zip(OF_SHARES, shares, strict=True))
+        parts.append(pd.DataFrame(of_task))
     return pd.concat(parts)
 
 
 def _steps(record: Record) -> pd.DataFrame:
     """The step of a timed run; no row if no transfer was counted."""
-    step, metrics = timed_step(record["metrics"]), record["metrics"]
-    step |= {name: metrics.get(name) for name in ("gen_len", "budget", "source")}
-    return pd.DataFrame([step] if "step_s" in step else [])
+    step = timed_step(record["metrics"])
+    return pd.DataFrame([step] if step else [])
 
 
 MEASURED = {TEXTS: _windows, ANSWERS: _answers, STEPS: _steps}
@@ -159,8 +149,8 @@ def timed_step(metrics: Mapping[str, Any]) -> dict[str, Any]:
     if metrics["h2d_bytes"] is None:
         return {}
     steps = metrics["gen_len"] - 1
-    same = ("platform", "batch_size", "prompt_len", "link_bytes_per_s")
-    return {name: metrics.get(name) for name in same} | {
+    setup = ("source", "platform", "batch_size", "prompt_len", "gen_len", "link_bytes_per_s")
+    return {name: metrics.get(name) for name in (*setup, "budget")} | {
         "compute_s": (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps,
         "link_bytes": metrics["h2d_bytes"] / steps,
         "late_bytes": metrics["late_bytes"] / steps,
@@ -253,15 +243,15 @@ def board_of(
     methods = windows.dropna(subset="own_budget").drop_duplicates(["model", "line"])
     num_methods = methods["model"].value_counts().reindex(models, fill_value=0)
     together = list(models[2 * num_methods >= num_methods.max()])
-    boards = {ALL_MODELS: together} if len(together) > 1 else {}
-    boards |= {model: [model] for model in models if num_methods[model]}
+    first = ALL_MODELS if len(together) > 1 else together[0]
+    boards = {first: together} | {model: [model] for model in models if num_methods[model]}
     lines, pairs = [], []
     for over, on in boards.items():
         here = []
         for rows in (windows, answers, steps):
             counted = rows.assign(counts=rows["model"].isin(on))
             # What the first board has on other models only says what a method lacks.
-            here.append(counted[counted["counts"] | (not lines)])
+            here.append(counted[counted["counts"] | (over == first)])
         of_board, of_pairs = _board(*here)
         lines.append(of_board.assign(over=over))
         pairs.append(of_pairs)
