@@ -176,22 +176,16 @@ def _of_settings(rows: pd.DataFrame) -> Iterator[Sheet]:
     """For each budget and length the compared methods, the closest first, then the others."""
     rows, of_own = mark_own(rows, "label")
     behind = ["answers_difference", "answers", "num_questions", *OF_SHARES, "step_s"]
-    for _, of_setting in rows.groupby(SETTING, sort=False):
-        title, is_apart = _setting(of_setting.iloc[0]), of_setting["apart"] != ""
-        for found, names in (
-            (of_setting[~is_apart], ["label", "rank", "ratio", *behind, "dense_numbers"]),
-            (of_setting[is_apart], ["label", "apart", "ratio", "num_windows", *behind]),
-        ):
-            if found.empty:
-                continue
-            table, notes = (
-                _table(found, names),
-                [*_notes_on_answers(found), *_notes_on_steps(found)],
-            )
-            if "rank" in names:
-                table = table.rename(columns={"rank": f"rank of {len(found)}"})
-                notes = [_counts(found.iloc[0]), *notes, *of_own]
-            yield Sheet(title if "rank" in names else f"{title}: not compared", table, notes)
+    for _, found in rows.groupby([*SETTING, rows["apart"].ne("")], sort=False):
+        title, is_apart = _setting(found.iloc[0]), found["apart"].iloc[0] != ""
+        notes = [*_notes_on_answers(found), *_notes_on_steps(found)]
+        if is_apart:
+            table = _table(found, ["label", "apart", "ratio", "num_windows", *behind])
+            yield Sheet(f"{title}: not compared", table, notes)
+        else:
+            table = _table(found, ["label", "rank", "ratio", *behind, "dense_numbers"])
+            table = table.rename(columns={"rank": f"rank of {len(found)}"})
+            yield Sheet(title, table, [_counts(found.iloc[0]), *notes, *of_own])
 
 
 def page(methods: pd.DataFrame, left_out: Sequence[str]) -> str:

@@ -323,7 +323,7 @@ def _beside_oracle(here: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     facts = lines.assign(
         is_missed=_misses_budget(here),
         num_zeros=zeros,
-        lacks=of_lines.apply(lambda rows: _lacking(oracle.index, rows)),
+        lacks=_lacking(shown, oracle.index),
     )
     lines["apart"] = ["; ".join(_why_apart(line, oracle)) for line in facts.itertuples()]
     compared = lines[lines["apart"] == ""]
@@ -362,22 +362,24 @@ def _why_apart(line: Any, oracle: pd.Series) -> Iterator[str]:
             yield f"its KL is 0 in {of_all}, which has no ratio"
 
 
-def _lacking(due: pd.MultiIndex, rows: pd.DataFrame) -> str:
-    """In words, which due windows or contexts are not among the rows: whole models, whole texts of
-    a model, or so many."""
-    is_there = pd.Series(due.isin(pd.MultiIndex.from_frame(rows[WINDOW])), due)
-    if is_there.all():
-        return ""
-    words = []
-    for model, of_model in is_there.groupby("model", sort=False):
-        parts = of_model.groupby("part", sort=False).agg(["sum", "size"])
-        if not of_model.any():
-            words.append(str(model))
-            parts = parts.head(0)
-        for part, found, total in parts[parts["sum"] < parts["size"]].itertuples():
-            count = f"{total - found} of {total} of " if found else ""
-            words.append(f"{count}{part} on {model}")
-    return ", ".join(words)
+def _lacking(rows: pd.DataFrame, due: pd.MultiIndex) -> pd.Series:
+    """By line, which due windows or contexts are not among its rows, in words: whole models, whole
+    texts of a model, or so many."""
+
+    def in_words(is_there: pd.Series) -> str:
+        words = []
+        for model, of_model in is_there.groupby("model", sort=False) if not is_there.all() else ():
+            if not of_model.any():
+                words.append(str(model))
+                continue
+            for part, of_part in of_model.groupby("part", sort=False):
+                count = f"{(~of_part).sum()} of {len(of_part)} of " if of_part.any() else ""
+                if not of_part.all():
+                    words.append(f"{count}{part} on {model}")
+        return ", ".join(words)
+
+    there = rows.assign(there=True).pivot(index=WINDOW, columns="line", values="there")
+    return there.reindex(due).notna().apply(in_words)
 
 
 def _pairs(compared: pd.DataFrame, logs: pd.DataFrame) -> pd.DataFrame:
@@ -449,15 +451,12 @@ def _beside_full(answers: pd.DataFrame) -> pd.DataFrame:
     lines[[f"answers_difference{end}" for end in ("", "_low", "_high")]] = others[ENDS]
     missed = _misses_budget(answers)
     read = answers.groupby(["line", "model"])["budget"].mean()
-    due = pd.MultiIndex.from_frame(full[WINDOW])
+    lacking = _lacking(answers, pd.MultiIndex.from_frame(full[WINDOW]))
     notes = {}
     for line in found.index:
-        words = []
-        if missed.get(line):
-            words.append(f"reads {show_range(BUDGET, read[line], ' to ')} % on the tasks")
-        if lacks := _lacking(due, of_lines.get_group(line)):
-            words.append(f"lacks {lacks}")
-        notes[line] = "; ".join(words)
+        reads = f"reads {show_range(BUDGET, read[line], ' to ')} % on the tasks"
+        lacks = f"lacks {lacking[line]}" if lacking[line] else ""
+        notes[line] = "; ".join(filter(None, (missed.get(line) and reads, lacks)))
     return lines.assign(answers_note=pd.Series(notes, dtype=object))
 
 

@@ -16,7 +16,6 @@ import pandas as pd
 import pytest
 from matplotlib.text import Text
 
-from harness import report
 from harness.results import board
 from harness.results import write as tables
 from harness.results.board import first_board
@@ -28,9 +27,8 @@ from harness.run.compose import load
 from harness.settings.schema import CONF_DIR
 from plots import style
 from plots.drawing import figure_of
-from tests.report.test_report import Page
 from tests.results.test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, shares
-from tests.runs import refusal_of, rows_at
+from tests.runs import refusal_of
 
 Rows = list[dict[str, Any]]
 
@@ -447,6 +445,13 @@ def test_a_method_on_one_further_model_leaves_the_table_as_it_was(results):
     assert set(rows[rows.over == "own"].label) == {"Oracle", "Mine"}, "a board of its own"
 
 
+def test_a_model_with_few_methods_that_comes_first_is_no_first_board(tmp_path):
+    put(tmp_path, TEXTS, window_rows("own", 8, ["Near"]))
+    put(tmp_path / "other", TEXTS, window_rows("big", 8))
+    rows = made(tmp_path)
+    assert set(rows.over) == {"big"} and list(rows.label) == ["Near", "Alike", "Oracle", "Far"]
+
+
 def test_one_text_and_one_window_have_no_interval(tmp_path):
     put(tmp_path, TEXTS, [row for row in window_rows("big", 1) if row["text"] == "book"])
     rows = made(tmp_path)
@@ -527,16 +532,17 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
 # Claims
 
 
-def judged(results: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> list[str]:
-    """What the page says of a claim: the verdict over all models, and where it holds, is not told apart, fails."""
-    monkeypatch.setitem(board.SAYS, "claims", [{"claim": "it is so", "label": "Near"} | fields])
-    lines = lines_of(board.write(results).read_text(), "it is so")
-    return [lines[0][3].partition(":")[0], *lines[0][5:]] if lines else []
+def judged(results: Path, monkeypatch: pytest.MonkeyPatch, *claims: dict[str, Any]) -> list[list[str]]:
+    """What the page says of each claim: the verdict over all models, and where it holds, is not told apart, fails."""
+    named = [{"claim": f"claim {at}", "label": "Near"} | fields for at, fields in enumerate(claims)]
+    monkeypatch.setitem(board.SAYS, "claims", named)
+    page = board.write(results).read_text()
+    found = [lines_of(page, claim["claim"]) for claim in named]
+    return [[lines[0][3].partition(":")[0], *lines[0][5:]] if lines else [] for lines in found]
 
 
-@pytest.mark.parametrize(
-    ("fields", "verdict"),
-    [
+def test_a_claim_is_judged_on_each_model(results, monkeypatch):
+    claims = [
         ({"ratio": 1}, "holds"),
         ({"ratio": 0.4}, "does not hold"),
         ({"ratio": 0.5}, "not told apart"),
@@ -544,30 +550,28 @@ def judged(results: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> lis
         ({"answers_difference": 0}, "not told apart"),
         ({"answers_difference": -0.35}, "holds"),
         ({"label": "Far", "answers_difference": -0.05}, "does not hold"),
-    ],
-)
-def test_a_claim_is_judged_on_each_model(results, monkeypatch, fields, verdict):
-    found = judged(results, monkeypatch, **fields)
-    on_all = ["all 3 models" if words == verdict else "-" for words in ("holds", "not told apart", "does not hold")]
-    assert found == [verdict, *on_all]
+    ]
+    found = judged(results, monkeypatch, *(fields for fields, _ in claims))
+    for (fields, verdict), line in zip(claims, found, strict=True):
+        sides = ("holds", "not told apart", "does not hold")
+        assert line == [verdict, *("all 3 models" if side == verdict else "-" for side in sides)], fields
 
 
 def test_a_claim_at_another_budget_or_on_other_questions_is_not_judged(results, monkeypatch):
     add_windows(results, ["Paged"], budget=0.115)  # with the oracle's, the mean is within a point of 10 %
-    assert judged(results, monkeypatch, label="Paged", ratio=9) == []
+    assert judged(results, monkeypatch, {"label": "Paged", "ratio": 9}) == [[]]
     for others in ({"asked": 16}, {"prompt_len": 950}):
         for folder, (model, _) in MODELS.items():
-            put(
-                results / folder, ANSWERS, [*answer_rows(model, ["Full cache"]), *answer_rows(model, ["Far"], **others)]
-            )
-        assert judged(results, monkeypatch, label="Far", answers_difference=-0.9) == []
+            asked = [*answer_rows(model, ["Full cache"]), *answer_rows(model, ["Far"], **others)]
+            put(results / folder, ANSWERS, asked)
+        assert judged(results, monkeypatch, {"label": "Far", "answers_difference": -0.9}) == [[]]
         assert math.isnan(made(results).answers["Far"])
 
 
 def test_a_claim_that_fails_on_one_model_names_the_others(results, monkeypatch):
     rows = read_frame(results / "third" / "tables" / f"{TEXTS}.csv")
     put(results / "third", TEXTS, rows.assign(kl_nats=rows.kl_nats * np.where(rows.label == "Near", 3, 1)))
-    assert judged(results, monkeypatch, ratio=1) == ["not told apart", "big, small", "-", "slow"]
+    assert judged(results, monkeypatch, {"ratio": 1}) == [["not told apart", "big, small", "-", "slow"]]
 
 
 def test_readme_names_methods_that_there_are():
@@ -638,76 +642,56 @@ def test_a_run_replaces_its_shipped_windows_and_no_others(tmp_path):
     assert rows[rows.label == "Near"].shipped.tolist() == ["yes"] * 4
 
 
-def test_shipping_marks_what_was_measured(results):
+def test_shipping_marks_what_was_measured_and_the_same_evidence_gives_the_same_bytes(results):
     for name in (TEXTS, ANSWERS):
         put(results, name, read_frame(results / "tables" / f"{name}.csv").assign(shipped=""))
-    board.write(results)
-    before = (results / "tables" / "board-methods.csv").read_bytes()
-    tables.ship(results)
-    for name in (TEXTS, ANSWERS):
-        assert set(read_frame(results / "tables" / f"{name}.csv").shipped) == {"yes"}
-    assert (results / "tables" / "board-methods.csv").read_bytes() == before, "made anew by the board"
-
-
-def test_the_same_evidence_gives_the_same_bytes(results):
     board.write(results)
     first = {path: path.read_bytes() for path in results.rglob("board*")}
     board.write(results)
     assert all(path.read_bytes() == content for path, content in first.items())
+    tables.ship(results)
+    for name in (TEXTS, ANSWERS):
+        assert set(read_frame(results / "tables" / f"{name}.csv").shipped) == {"yes"}
+    made_of_others = results / "tables" / "board-methods.csv"
+    assert made_of_others.read_bytes() == first[made_of_others], "made anew by the board"
+
+
+def drawn(results: Path, name: str) -> Any:
+    """A figure of the results' board."""
+    board.write(results)
+    with style.applied():
+        figure = figure_of(results, name)
+        if figure is not None:
+            figure.draw_without_rendering()
+    return figure
 
 
 def test_the_figure_has_a_panel_a_budget_and_a_line_a_method(results):
     add_windows(results, seq_len=4096)
     add_windows(results, asked_budget=0.05, budget=0.05)
     add_windows(results, ["Paged"], budget=0.2)
-    board.write(results)
-    with style.applied():
-        figure = figure_of(results, "board")
-        assert figure is not None
-        figure.draw_without_rendering()
-    small, large = figure.axes
+    figure = drawn(results, "board")
     assert [axes.get_title() for axes in figure.axes] == ["budget 5 %", "budget 10 %"]
+    large = figure.axes[1]
     labels = [tick.get_text() for tick in large.get_yticklabels()]
     assert labels == ["Paged", "Far", "Oracle", "Alike", "Near"], "the closest on top, below what is not compared"
     xs = sorted(float(bar.lines[0].get_xdata()[0]) for bar in large.containers)
     assert xs == pytest.approx([0.5, 0.5, 0.51, 0.51, 1, 1, 2, 4, 4], rel=0.03)
-    (legend,) = figure.legends
-    assert {text.get_text() for text in legend.get_texts()} >= {"texts of 1,024 tokens", "not compared"}
     notes = " ".join(text.get_text() for text in figure.findobj(Text))
     assert "3 models, 40 windows of 1,024 tokens, 40 windows of 4,096 tokens" in notes
-    assert figure_of(results / "nothing", "board") is None
 
 
 def test_the_figure_of_ten_methods_has_a_line_each_over_all_models(results, monkeypatch):
     monkeypatch.setitem(style.REGISTRY, "budget", ["Oracle", "Near", "Far"])
-    board.write(results)
-    assert figure_of(results, "budget") is None, "of one budget there is no line"
+    assert drawn(results, "budget") is None, "of one budget there is no line"
     add_windows(results, asked_budget=0.05, budget=0.05)
-    board.write(results)
-    table = rows_at(results / "tables" / "board-methods.csv")
-    with style.applied():
-        figure = figure_of(results, "budget")
-        assert figure is not None
-        figure.draw_without_rendering()
-    (axes,) = figure.axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == (style.BUDGET_AXIS, style.KL_AXIS)
+    (axes,) = drawn(results, "budget").axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["5", "10"]
     lines = [each for each in axes.containers if not each.get_label().startswith("_")]
     assert {line.get_label() for line in lines} == {"Oracle", "Near", "Far"}
+    rows = first_board(read_frame(results / "tables" / "board-methods.csv")).set_index(["label", "asked_budget"])
     for bars in lines:
-        of_all = [row for row in table if row["over"] == table[0]["over"] and row["label"] == bars.get_label()]
-        kl = {row["asked_budget"]: row["kl_nats"] for row in of_all}
-        assert list(bars.lines[0].get_ydata()) == pytest.approx([kl[0.05], kl[0.1]])
+        kl = [rows.kl_nats[bars.get_label(), budget] for budget in (0.05, 0.1)]
+        assert list(bars.lines[0].get_ydata()) == pytest.approx(kl)
         assert list(bars.lines[0].get_xdata()) == [5, 10], "at its budgets"
-    intervals = [each for each in axes.containers if each not in lines]
-    assert len(intervals) == 2, "the oracle's ratio to itself has none"
-    for interval in intervals:
-        for x, share in zip(interval.lines[0].get_xdata(), (5, 10), strict=True):
-            assert 0 < abs(math.log(x / share)) <= 0.1, "beside its budget"
-
-
-def test_the_report_has_a_section_of_it(results):
-    board.write(results)
-    report.write_report(results)
-    text = Page((results / "report.html").read_text()).text("board")
-    assert "Every method beside the oracle" in text and "Table board-methods" in text
+    assert len(axes.containers) - len(lines) == 2, "the oracle's ratio to itself has no interval"

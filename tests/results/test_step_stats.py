@@ -26,17 +26,17 @@ STEPS = [0.04, 0.01, 0.02, 0.03, 0.1]
 
 def test_times_of_five_steps_by_hand():
     times = times_of(0.5, STEPS, batch_size=3)
-    assert times == dict(
-        ttft_s=0.5,
-        decode_s=pytest.approx(0.2),
-        tokens_per_s=pytest.approx(3 * 6 / 0.7),
-        decode_tokens_per_s=pytest.approx(3 / 0.04),
-        sequence_tokens_per_s=pytest.approx(25),
-        tpot_p50_s=0.03,
-        tpot_p95_s=pytest.approx(0.04 + 0.8 * 0.06),  # place 0.95 * 4 = 3.8 of the ordered five
-        tpot_p99_s=pytest.approx(0.04 + 0.96 * 0.06),
-        tpot_std_s=pytest.approx((0.005 / 4) ** 0.5),  # squared distances: 0, 9, 4, 1, 36 times 1e-4
-    )
+    assert times == {
+        "ttft_s": 0.5,
+        "decode_s": pytest.approx(0.2),
+        "tokens_per_s": pytest.approx(3 * 6 / 0.7),
+        "decode_tokens_per_s": pytest.approx(3 / 0.04),
+        "sequence_tokens_per_s": pytest.approx(25),
+        "tpot_p50_s": 0.03,
+        "tpot_p95_s": pytest.approx(0.04 + 0.8 * 0.06),  # place 0.95 * 4 = 3.8 of the ordered five
+        "tpot_p99_s": pytest.approx(0.04 + 0.96 * 0.06),
+        "tpot_std_s": pytest.approx((0.005 / 4) ** 0.5),  # squared distances: 0, 9, 4, 1, 36 times 1e-4
+    }
     longer = times_of(0.5, STEPS, batch_size=3, num_steps=10)
     assert longer["decode_s"] == pytest.approx(0.4) and longer["tokens_per_s"] == pytest.approx(3 * 11 / 0.9)
     assert longer["tpot_p99_s"] == times["tpot_p99_s"]
