@@ -107,7 +107,7 @@ def _cells(row: Mapping[str, Any], to: str = " to ") -> dict[str, str]:
     for name, show in (("ratio", show_ratio), ("answers_difference", show_points)):
         value, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
         cells[name] = MISSING if math.isnan(value) else show(value)
-        if not math.isnan(low):
+        if not math.isnan(value + low):
             cells[name] += f" ({show(low)} to {show(high)})"
     if cells["answers_difference"] != MISSING:
         marks = [mark for mark, (said, _) in ANSWER_MARKS.items() if said in row["answers_note"]]
