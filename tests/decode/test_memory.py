@@ -33,7 +33,7 @@ from harness.model.prompts import prompt_bytes, run_prompt
 from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
-from harness.results.board_evidence import timed_step
+from harness.results.board_rows import timed_step
 from harness.run.compose import load
 from harness.settings.codecs import codec_named
 from harness.settings.config import LatencyConfig

@@ -16,7 +16,7 @@ from harness.decode.links import CudaLink, LinkUse
 from harness.decode.session import LiveSession
 from harness.decode.timeline import StepClock
 from harness.results.columns import TABLES
-from harness.results.step_stats import StepStats, StepTimes, deviation, stats_of, times_of
+from harness.results.step_stats import StepStats, deviation, stats_of, times_of
 from harness.speed.generate import Generated
 from tests.cases import CASES
 from tests.fake_cuda import CUDA, Event, Stream, fake_streams
@@ -27,23 +27,23 @@ STEPS = [0.04, 0.01, 0.02, 0.03, 0.1]
 
 def test_times_of_five_steps_by_hand():
     times = times_of(0.5, STEPS, batch_size=3)
-    assert times == StepTimes(
-        ttft_s=0.5,
-        decode_s=pytest.approx(0.2),
-        tokens_per_s=pytest.approx(3 * 6 / 0.7),
-        decode_tokens_per_s=pytest.approx(3 / 0.04),
-        sequence_tokens_per_s=pytest.approx(25),
-        tpot_p50_s=0.03,
-        tpot_p95_s=pytest.approx(0.04 + 0.8 * 0.06),  # place 0.95 * 4 = 3.8 of the ordered five
-        tpot_p99_s=pytest.approx(0.04 + 0.96 * 0.06),
-        tpot_std_s=pytest.approx((0.005 / 4) ** 0.5),  # squared distances: 0, 9, 4, 1, 36 times 1e-4
-    )
+    assert times == {
+        "ttft_s": 0.5,
+        "decode_s": pytest.approx(0.2),
+        "tokens_per_s": pytest.approx(3 * 6 / 0.7),
+        "decode_tokens_per_s": pytest.approx(3 / 0.04),
+        "sequence_tokens_per_s": pytest.approx(25),
+        "tpot_p50_s": 0.03,
+        "tpot_p95_s": pytest.approx(0.04 + 0.8 * 0.06),  # place 0.95 * 4 = 3.8 of the ordered five
+        "tpot_p99_s": pytest.approx(0.04 + 0.96 * 0.06),
+        "tpot_std_s": pytest.approx((0.005 / 4) ** 0.5),  # squared distances: 0, 9, 4, 1, 36 times 1e-4
+    }
     longer = times_of(0.5, STEPS, batch_size=3, num_steps=10)
-    assert longer.decode_s == pytest.approx(0.4) and longer.tokens_per_s == pytest.approx(3 * 11 / 0.9)
-    assert longer.tpot_p99_s == times.tpot_p99_s
-    assert times_of(0.5, [0.25], batch_size=1).tpot_std_s is None
+    assert longer["decode_s"] == pytest.approx(0.4) and longer["tokens_per_s"] == pytest.approx(3 * 11 / 0.9)
+    assert longer["tpot_p99_s"] == times["tpot_p99_s"]
+    assert times_of(0.5, [0.25], batch_size=1)["tpot_std_s"] is None
     assert deviation([1.0]) is None and deviation([1.0, 3.0]) == pytest.approx(2**0.5)
-    assert times_of(0.5, [], batch_size=1) == StepTimes(ttft_s=0.5, decode_s=0.0)
+    assert times_of(0.5, [], batch_size=1) == {"ttft_s": 0.5, "decode_s": 0.0}
 
 
 @pytest.mark.parametrize("kept", [256, 0])
