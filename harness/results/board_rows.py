@@ -235,7 +235,7 @@ def board_of(
     on the model with the most. So a method that ran on one more model stays comparable with the
     others.
 
-    Returns rows of `columns.BOARD`, those of `columns.BOARD_PAIRS` for the first board, and the
+    Returns rows of the shape `board`, those of `board_pairs` for the first board, and the
     models over which no mean goes.
     """
     windows = windows.assign(log=np.log(windows["kl_nats"].where(windows["kl_nats"] > LEAST_KL)))

@@ -256,7 +256,7 @@ class Step:
         plan, shape, link = self.capacity.plan, self.shape, self.platform.link_bytes_per_s
         reads, on_host, reads_less = self.reads(batch), plan.placement == "host", plan.reads_less
         index_bytes = plan.state(self.capacity.lengths(batch)).read
-        num_governed = len(plan.numbers)
+        num_governed = sum(read.policy.kind == "method" for read in reads)
         spread_s = 0.0  # of the dense layers' rows, in each other layer's share of the step
         for read in reads:
             if on_host and reads_less and read.policy.kind != "method":
