@@ -81,13 +81,9 @@ def refused(said: str) -> Iterator[None]:
     assert "\n" not in str(raised.value)
 
 
-def of_family(family: str) -> Any:
-    """The fixture `tiny_FAMILY`."""
-    return pytest.fixture(lambda: tiny(family), scope="session", name=f"tiny_{family}")
-
-
-tiny_llama, tiny_gqa, tiny_opt, tiny_qwen2 = map(of_family, ("llama", "gqa", "opt", "qwen2"))
-tiny_qwen3, tiny_mistral, tiny_phi3, tiny_gpt_neox = map(of_family, ("qwen3", "mistral", "phi3", "gpt_neox"))
+@pytest.fixture(scope="session")
+def tiny_gqa() -> PreTrainedModel:
+    return tiny("gqa")
 
 
 @pytest.fixture(scope="session")

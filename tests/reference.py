@@ -90,6 +90,14 @@ def softmax(scores: Vector) -> Vector:
     return powers / powers.sum()
 
 
+def plain_hadamard(size: int) -> np.ndarray:
+    """Sylvester's matrix of the largest power of two that divides `size`, once for each block."""
+    block = np.ones((1, 1))
+    while size % (2 * len(block)) == 0:
+        block = np.block([[block, block], [block, -block]])
+    return np.kron(np.eye(size // len(block)), block) / math.sqrt(len(block))
+
+
 def quantized(row: Vector, bits: int, group_size: int) -> Vector:
     """A row as it reads back from integer codes."""
     out = []

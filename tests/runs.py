@@ -86,11 +86,11 @@ def tiny_loaded() -> LoadedModel:
     return LoadedModel(model, byte_tokenizer(), "tiny", 2048)
 
 
-def calls_of(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple]:
-    """The arguments of every call of a function from now on."""
+def calls_of(monkeypatch: pytest.MonkeyPatch, owner: ModuleType | type, name: str) -> list[tuple]:
+    """The arguments of every call of a function or method from now on."""
     calls: list[tuple] = []
-    function = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args, **named: calls.append(args) or function(*args, **named))
+    function = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **named: calls.append(args) or function(*args, **named))
     return calls
 
 

@@ -98,6 +98,7 @@ OFFLINE = "data=offline has kv_recall, .*, aime26 alone; needs data=hub"
         ("arc_easy", "offline", f"tasks=arc_easy: {OFFLINE}, or data=local data.root=DIR with test"),
         ("graphwalks_128k", "offline", f"tasks=graphwalks_128k: {OFFLINE}(?!.*data=local)"),
         ("mmlu", "offline", "tasks=mmlu: .* data=local data.root=DIR with test.jsonl, .* in mmlu"),
+        ("own/toy.yaml", "hub", r"tasks=own/toy.yaml: is a file; tasks .*: include_path=own tasks=\[NAME\]$"),
     ],
 )
 def test_a_name_is_refused_in_one_line(name, data, message, folder):
@@ -105,13 +106,6 @@ def test_a_name_is_refused_in_one_line(name, data, message, folder):
         (folder / "broken.yaml").write_text("task: toy_meant\ntag: [")
     with refused(f"^{message}"):
         Run.of(load(["experiment=tasks", f"tasks=[{name}]", f"include_path={folder}", f"data={data}"]))
-
-
-def test_a_file_in_place_of_a_name_is_refused_with_both_settings(folder):
-    with pytest.raises(UserError) as error:
-        Run.of(load(["experiment=tasks", f"tasks={folder}/toy.yaml"]))
-    said = f"tasks={folder}/toy.yaml: is a file; tasks go by the name in it: "
-    assert str(error.value) == f"{said}include_path={folder} tasks=[NAME]"
 
 
 # Rows

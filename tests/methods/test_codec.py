@@ -30,6 +30,7 @@ from methods.full import Full
 from methods.packing import code_bytes
 from tests.cases import CASES, Case
 from tests.living import Crossed, attached_with_link, force, open_live, tiny, token_batch
+from tests.reference import plain_hadamard
 from tests.replaying import open_session, watched
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 200))
@@ -195,12 +196,9 @@ def test_fp8_is_e4m3_that_saturates():
 
 @pytest.mark.parametrize(("head_dim", "block"), [(1, 1), (16, 16), (64, 64), (96, 32), (80, 16), (7, 1)])
 def test_the_rotation_is_the_orthonormal_hadamard_matrix_of_each_block(head_dim, block):
-    matrix = torch.ones(1, 1)
-    while len(matrix) < block:  # Sylvester's doubling rule
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    x = torch.randn(5, 3, head_dim)
-    expected = x.unflatten(-1, (-1, block)) @ matrix.div(block**0.5)
-    assert torch.allclose(hadamard(x), expected.flatten(-2), atol=1e-5)
+    x, matrix = torch.randn(5, 3, head_dim), torch.tensor(plain_hadamard(head_dim)).float()
+    assert torch.allclose(hadamard(x), x @ matrix, atol=1e-5)
+    assert int((matrix[0] != 0).sum()) == block
     assert torch.allclose(hadamard(hadamard(x)), x, atol=1e-5)
 
 
@@ -233,12 +231,7 @@ def test_the_centroids_are_those_that_max_published(bits):
 
 def turbo_row(row: np.ndarray, bits: int) -> np.ndarray:
     """One row as it reads back, by the rule: rotate, take the nearest centroids of the direction, keep the length."""
-    size = len(row)
-    block = size & -size
-    matrix = np.ones((1, 1))
-    while len(matrix) < block:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    turn = np.kron(np.eye(size // block), matrix / np.sqrt(block))
+    size, turn = len(row), plain_hadamard(len(row))
     centroids = np.array(lloyd_max(bits))
     length = np.sqrt((row * row).sum())
     direction = turn @ row / (length or 1)

@@ -44,7 +44,7 @@ from methods.vattention import VAttention
 from tests import reference as plain
 from tests.cases import Case, preset
 from tests.living import calibration, tiny
-from tests.reference import softmax
+from tests.reference import plain_hadamard, softmax
 from tests.replaying import LENGTH, PROMPT, calibrated, run, token_ids, watched
 
 BATCH = ((PROMPT, LENGTH), (11, 40), (14, 33))
@@ -235,14 +235,6 @@ def pqcache(method: PQCache, of: Of):
         return set(best(probs, size))  # equal codes tie
 
     return row
-
-
-def plain_hadamard(size: int) -> np.ndarray:
-    """Sylvester's matrix of the largest power of two that divides `size`, once for each block."""
-    block = np.ones((1, 1))
-    while size % (2 * len(block)) == 0:
-        block = np.block([[block, block], [block, -block]])
-    return np.kron(np.eye(size // len(block)), block) / math.sqrt(len(block))
 
 
 def pariskv(method: ParisKV, of: Of):

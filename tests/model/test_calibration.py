@@ -23,9 +23,8 @@ def text() -> list[int]:
     return torch.randint(3, 256, (100,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("fixture", ["tiny_gqa", "tiny_opt"])
-def test_calibration_is_the_svd_of_the_groups_queries(fixture, text, request):
-    model = request.getfixturevalue(fixture)
+@pytest.mark.parametrize("model", [tiny("gqa"), tiny("opt")], ids=["gqa", "opt"])
+def test_calibration_is_the_svd_of_the_groups_queries(model, text):
     with attach(model) as attached:
         rotation = calibrate(attached, InfiniGen(), text[:-1])["rotation"].double().numpy()
         geometry = attached.geometry

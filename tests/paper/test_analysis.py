@@ -319,12 +319,12 @@ def test_refuses_settings(command, capsys, monkeypatch, tmp_path):
         ("fig4", ["analysis.budget=0.01", "method=streaming"], "budget=0.01: .* must exceed method.num_"),
     ],
 )
-def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message, tiny_llama, text):
+def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message, tiny_gqa, text):
     with pytest.raises(UserError, match=message):
-        run_analysis(settings(text, experiment, *overrides), loaded(tiny_llama))
+        run_analysis(settings(text, experiment, *overrides), loaded(tiny_gqa))
     post_norm = tiny_model("opt", word_embed_proj_dim=64, do_layer_norm_before=False)
     with pytest.raises(UserError, match="takes in the outputs of its attention"):
         run_analysis(settings(text, "table1"), loaded(post_norm))
     text.write_text("a" * 50)
     with pytest.raises(UserError, match=r"analysis.num_tokens=60: the text has 50 tokens from token 0 on"):
-        run_analysis(settings(text, "fig5"), loaded(tiny_llama))
+        run_analysis(settings(text, "fig5"), loaded(tiny_gqa))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import harness
-from harness.decode.session import LiveSession
 from harness.model.attached import Attached
 from tests.conftest import refused
+from tests.runs import calls_of
 from tests.tokens import byte_tokenizer
 
 CONTEXT = "The cat sat on the mat, and the dog ate the hat. " * 2
@@ -76,14 +76,9 @@ def test_the_full_cache_does_not_mind_when_it_knows_a_question(model):
 
 def test_the_context_runs_once_and_its_cache_is_shared(model, monkeypatch):
     """No row of it is copied for a question where a method evicts nothing more."""
-    passes, opened = [], []
-    forward, prefill = Attached.forward, LiveSession.prefill
-    monkeypatch.setattr(
-        Attached, "forward", lambda self, ids, *a, **k: passes.append(ids.shape[1]) or forward(self, ids, *a, **k)
-    )
-    monkeypatch.setattr(LiveSession, "prefill", lambda self, *a: opened.append(self) or prefill(self, *a))
+    passes = calls_of(monkeypatch, Attached, "forward")
     asked = model.ask(CONTEXT, QUESTIONS, method="snapkv", budget="nearest:0.6", **SHORT, **{"method.window": 8})
-    assert len(opened) == 1 and passes.count(len(CONTEXT)) == 1 and max(passes[1:], default=0) < len(CONTEXT)
+    assert [ids.shape[1] >= len(CONTEXT) for _, ids, *_ in passes].count(True) == 1
     full = model.ask(CONTEXT, QUESTIONS, method="full", **SHORT)
     assert asked.kv_bytes.max() < 0.9 * full.kv_bytes.min(), "memory is that of what is kept"
 
