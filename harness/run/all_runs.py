@@ -6,8 +6,8 @@ share its runs: one that another process does is left to it, and waited for in t
 
 Timed runs go in a child process, so that memory and threads start clean. The runs of one shape
 share a child, with its model and the prefill of the shape. A run whose process dies has failed,
-and those after it run in another. The child ignores Ctrl-C and SIGTERM: this process ends it, and
-where this process is killed, the child ends by itself.
+and those after it run in another, as after a bug. The child ignores Ctrl-C and SIGTERM: this
+process ends it, and where this process is killed, the child ends by itself.
 """
 
 from __future__ import annotations
@@ -209,6 +209,8 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
                     outcome = why_it_died(run, child.exitcode)
                     fail(run, outcome)
                 yield outcome
+                if isinstance(outcome, BugError):  # such as one of CUDA, which spoils its process
+                    break
         finally:
             if child.pid is not None:
                 child.kill()

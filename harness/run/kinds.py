@@ -12,7 +12,7 @@ from functools import partial
 from harness.data.text import named_text
 from harness.errors import UserError
 from harness.files import text_sha256
-from harness.model.load import max_length_of, model_config, tokenizer_of_random
+from harness.model.load import max_length_of, model_config
 from harness.model.resources import Resources
 from harness.results import inputs
 from harness.scoring.progress import say
@@ -53,11 +53,9 @@ def measure(config: RunConfig, resources: Resources) -> Outcome:
 
         return run_perplexity(config, resources.model(config.model), resources.references)
     elif kind == "latency":
-        from harness.speed.capacity import run_capacity
         from harness.speed.latency import run_latency
 
-        time = run_capacity if config.latency.largest else run_latency
-        return time(config, resources.model(config.model), resources.prompts)
+        return run_latency(config, resources.model(config.model), resources.prompts)
     else:
         from harness.speed.generate import run_generate
 
@@ -80,10 +78,9 @@ def check(config: RunConfig) -> None:
         _check_managed(config)
     if config.kind != "tasks":
         return
-    if config.model.weights == "random" and tokenizer_of_random(config.model) is None:
-        lacks = f"there is no tokenizer for {config.model.name} here"
-        ids = "random token ids serve kind=perplexity and others"
-        raise UserError(f"model.weights=random: kind=tasks reads text, and {lacks}; {ids}")
+    if config.model.weights == "random":
+        ids = "random weights read random token ids, as in kind=perplexity and others"
+        raise UserError(f"model.weights=random: kind=tasks reads text, and {ids}")
     is_offline = config.data.name == "offline"
     known = OFFLINE_TASKS if is_offline else TASKS
     if set(config.tasks).issubset(known):

@@ -193,7 +193,6 @@ def _record(todo: Run, resources: Resources) -> None:
     reads_weights = kinds.needs_weights(config)
     # Before any work, so that an unwritable folder costs nothing.
     records.write_record(todo.path, record)
-    resources.begin_run()
     start = time.perf_counter()
     try:
         with users_faults(config):

@@ -180,7 +180,7 @@ KINDS = {
         depends_on=(*TEXTS, "analysis"),
         rules=_of_analysis,
         table="analysis",
-        code=("paper/analysis.py", "paper/observed.py"),
+        code=("paper/analysis.py",),
     ),
     "contract": Kind(keeps_record=False),
     "advise": Kind(rules=_of_advise, modelled=True, keeps_record=False),

@@ -15,8 +15,7 @@ from omegaconf import OmegaConf
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from harness.results import board, tuned
-from harness.results.board_evidence import step_at, step_seconds, timed_step
-from harness.results.board_rows import ORACLES
+from harness.results.board_rows import ORACLES, step_at, step_seconds, timed_step
 from harness.results.columns import csv_of
 from harness.run import cli
 from harness.run.compose import choices, compose, load
