@@ -46,7 +46,7 @@ ANSWER_MARKS = {
 }
 """Behind answers: by mark, what their note says, and what it means."""
 MODELLED_MARK = "‡"
-TRAFFIC = Metric("traffic", "link + device", metrics.PERCENT, 1, logarithmic=True)
+TRAFFIC = Metric("traffic", "link + device", metrics.PERCENT, 1)
 SETTING = ["asked_budget", "seq_len"]
 
 
