@@ -65,7 +65,7 @@ TABLES = _tables({
     "board_answers": f"{_RUN} task context_id right asked prompt_len budget device_frac "
     "resident_frac source shipped run_id",
     # The decode step of a method, the mean of a timed run. `label`: that of the same method's run
-    # on a text. Seconds and bytes are of one step (`results/board_evidence.py`).
+    # on a text. Seconds and bytes are of one step (`results/board_rows.py`).
     "board_steps": f"{_RUN} platform batch_size prompt_len gen_len compute_s link_bytes late_bytes "
     "link_bytes_per_s step_s budget source shipped run_id",
     # A method at a budget and a length, over `model`, the names of the models that have it.

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from harness.errors import printable
-from harness.results import board_page, columns, metrics
+from harness.results import board, columns, metrics
 from harness.results.columns import shape_of
 from harness.results.metrics import (
     BUDGET,
@@ -77,7 +77,7 @@ def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
     """
     shape = shape_of(frame.columns)
     if shape == "board":
-        yield from board_page.boards(frame)
+        yield from board.boards(frame)
     if frame.empty or shape.startswith("board"):
         return
     for title, of_title in frame.groupby(_titles(frame), sort=False):

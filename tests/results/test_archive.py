@@ -105,7 +105,7 @@ def test_other_models_are_packed_and_interrupted_runs_and_an_old_report_are_left
     said = archive.export(outputs, str(target := tmp_path / "a.zip"))
     assert said.startswith(f"{target}: 5 records, ") and "opt-125m/report.html" not in members(target)
     with archive.opened(target) as folder:
-        assert report.write_report(folder, tmp_path / "report.html").exists()
+        assert report.write_report(folder).exists()
         assert len(list(records.read_all(folder / "opt-125m"))) == 5
 
 
@@ -146,12 +146,13 @@ def test_a_wrong_export_or_comparison_is_one_line_and_leaves_nothing(
 
 
 def test_a_report_of_an_archive_is_that_of_its_folder(results, packed, tmp_path, capsys):
-    expected = report.write_report(results, tmp_path / "folder.html").read_bytes()
+    shutil.copytree(results, tmp_path / "folder")
+    expected = report.write_report(tmp_path / "folder").read_bytes()
     shutil.copy(packed, tmp_path / "a.zip")
     assert report_main(["--results-dir", str(tmp_path / "a.zip")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
     assert (tmp_path / "report.html").read_bytes() == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "folder.html", "report.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "folder", "report.html"]
 
 
 def rewrite(path: Path, changed: dict[str, bytes], infos: tuple[zipfile.ZipInfo, ...] = ()) -> Path:
@@ -187,8 +188,8 @@ def refused(tmp_path, capsys, monkeypatch) -> Callable[[Path], str]:
     monkeypatch.setattr(archive.tempfile, "tempdir", str(temporary))
 
     def refuse(path: Path) -> str:
-        line = refusal_of(report_main, ["--results-dir", str(path), "--output", str(tmp_path / "report.html")], capsys)
-        assert not (tmp_path / "report.html").exists() and not list(temporary.iterdir())
+        line = refusal_of(report_main, ["--results-dir", str(path)], capsys)
+        assert not (path.parent / "report.html").exists() and not list(temporary.iterdir())
         return line
 
     return refuse
