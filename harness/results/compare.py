@@ -101,8 +101,9 @@ def text_of(frame: pd.DataFrame) -> str:
     if len(moved):
         shown = moved[[*VALUES, "metric", *NAMES]].rename(columns={"before": "A", "after": "B"})
         shown = shown.replace("", None).dropna(axis=1, how="all").head(MAX_SHOWN)
-        form = {"tablefmt": "simple", "floatfmt": ".6g", "missingval": MISSING}
-        table = shown.to_markdown(index=False, **form)
+        table = shown.to_markdown(
+            index=False, tablefmt="simple", floatfmt=".6g", missingval=MISSING
+        )
         text += f"\n\n{table}\n{len(shown)} of {len(moved)} that moved"
     return "\n".join(map(printable, text.splitlines()))
 

@@ -172,11 +172,12 @@ def _depths(samples: Samples) -> Iterator[Row]:
     needles = pd.DataFrame([sample for sample in samples if sample.get("depth") is not None])
     if needles.empty:
         return
-    fifth = (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
-    for (length, depth), found in needles.groupby([needles["length"], fifth], sort=False):
+    needles["fifth"] = (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
+    for _, found in needles.groupby(["length", "fifth"], sort=False):
+        length, fifth = found[["length", "fifth"]].iloc[0].tolist()
         scores = found[str(length)].tolist()
         yield {
-            "depth": depth / NUM_DEPTHS,
+            "depth": fifth / NUM_DEPTHS,
             "metric": str(length),
             "value": sum(scores) / len(scores),
             "stderr": clustered_stderr(scores, range(len(scores))),
