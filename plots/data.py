@@ -39,7 +39,7 @@ def read(results: Path, name: str) -> pd.DataFrame | None:
         return None
     table = columns.read_frame(path)
     shape = columns.shape_of(table.columns)
-    table = table.reindex(columns=columns.names(columns.TABLES[shape]))
+    table = table.reindex(columns=columns.TABLES[shape])
     for column in NAMES & {*table}:
         table[column] = _legible(table[column])
     if shape == "accuracy":

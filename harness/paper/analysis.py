@@ -160,7 +160,10 @@ class Subject:
 
     def observe(self, layers: Collection[int], see: Callable[[Block], None]) -> None:
         """One dense pass that shows `see` these layers, block by block."""
-        softmaxes = dict(zip(self.attached.numbers, self.attached.softmaxes, strict=True))
+        softmaxes = {
+            number: traced.softmax
+            for number, traced in zip(self.attached.numbers, self.attached.layers, strict=True)
+        }
 
         def show(layer: int, rows: LayerPrompt) -> None:
             if layer not in layers:

@@ -51,7 +51,7 @@ class Kind:
     that make its numbers, besides the core that all kinds share. live: it decodes through two
     memories, so that its label may name a system (`harness.settings.systems`). modelled: the cost
     model does it for a machine that is not here. keeps_record: its outcome is recorded, and the run
-    is skipped the next time. Otherwise it only prints, and has no `depends_on`, `table` or `code`.
+    is skipped the next time; else it only prints.
     """
 
     depends_on: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ from harness.paper.costmodel.predict import (
     prefill_block,
 )
 from harness.results import columns
-from harness.results.columns import LATENCY, names
+from harness.results.columns import TABLES
 from harness.settings.schema import CONF_DIR, build
 from methods.base import TokenCounts
 from methods.codecs.integers import IntegerCodec
@@ -142,7 +142,7 @@ def test_overlap_hides_transfer_and_nothing_else(label, monkeypatch):
 
 def test_units_and_columns_of_a_row():
     row = predict(opt13b("infinigen", gen_len=5))
-    assert set(row) <= {*names(LATENCY)} and row["source"] == "modelled" and row["budget"] < 0.2
+    assert set(row) <= {*TABLES["latency"]} and row["source"] == "modelled" and row["budget"] < 0.2
     assert row["total_s"] == row["ttft_s"] + row["decode_s"]
     assert row["decode_s"] == pytest.approx(4 * row["tpot_p50_s"], rel=0.01), "of gen_len - 1 steps"
     assert row["tokens_per_s"] == pytest.approx(8 * 5 / row["total_s"])
@@ -200,7 +200,7 @@ def test_every_figure_has_a_table_of_its_rows(tmp_path, capsys):
     assert paths == [tmp_path / "tables" / f"{figure}-modelled.csv" for figure in published.FIGURES]
     for path, (figure, bars) in zip(paths, published.FIGURES.items(), strict=True):
         rows = list(csv.DictReader(path.open()))
-        assert tuple(rows[0]) == names(LATENCY)
+        assert tuple(rows[0]) == TABLES["latency"]
         assert {row["source"] for row in rows} == {"modelled"} and all(row["tpot_p99_s"] for row in rows)
         assert {row["experiment"] for row in rows} == {figure}
         read = [(row["label"], row["model"], int(row["batch_size"])) for row in rows]

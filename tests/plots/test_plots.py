@@ -247,11 +247,11 @@ ROWS: dict[str, list[Row]] = {
     "ruler": [*needles()],
 }
 SHAPES = {
-    **dict.fromkeys((*TIMED, "fig17-latency"), columns.LATENCY),
-    **dict.fromkeys(CURVES, columns.ANALYSIS),
-    "board-methods": columns.BOARD,
+    **dict.fromkeys((*TIMED, "fig17-latency"), "latency"),
+    **dict.fromkeys(CURVES, "analysis"),
+    "board-methods": "board",
 }
-"""Columns of the tables that are not of accuracy."""
+"""Shapes of the tables that are not of accuracy."""
 COMMON = {
     "model": "tiny", "num_samples": 48, "num_fewshot": 0, "stderr": 0.03, "run_id": "0" * 16, "platform": "cpu",
     "batch_size": 4, "prompt_len": 1024, "gen_len": 8,
@@ -260,12 +260,12 @@ COMMON = {
 
 def write(results: Path, name: str, rows: Iterable[Row] | None = None, **cells: Any) -> None:
     """One of the tables, with other rows or with `cells` in all of them."""
-    shape = SHAPES.get(name, columns.ACCURACY)
-    common = COMMON | {"experiment": name, "source": "emulated" if shape is columns.LATENCY else "measured"}
+    shape = SHAPES.get(name, "accuracy")
+    common = COMMON | {"experiment": name, "source": "emulated" if shape == "latency" else "measured"}
     path = results / "tables" / f"{name}.csv"
     path.parent.mkdir(exist_ok=True, parents=True)
     with path.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, columns.names(shape), restval="", extrasaction="ignore")
+        writer = csv.DictWriter(stream, columns.TABLES[shape], restval="", extrasaction="ignore")
         writer.writeheader()
         writer.writerows(common | row | cells for row in (ROWS[name] if rows is None else rows))
 

@@ -4,13 +4,13 @@ live session. `harness.run.advise` asks for it.
 Bytes are those that a live session would have in half precision (`harness.decode.needs`). A step is
 walked block by block as in `predict`, in the order of a live session: rows that are chosen a layer
 ahead cross the link beside the block before; rows that a layer chooses by its own query are waited
-for; rows of dense layers, where others read less, cross during the whole step. Beside the counts
-of `predict`, a step reads of each layer's index what the method's selection says
-(`harness.decode.state_sizes`). This is the step of an engine, alike for every method: fused
-kernels, which read coded rows as they are stored, launched at once by CUDA graphs. The last tokens
-that a codec leaves exact are read on the device. The efficiencies are fitted to the paper's systems
-on one machine. The conflicts of a batch's sequences are not counted, so small batches are
-optimistic. `Step.host_seconds` has the launches of this code, for `harness.run.advise`.
+for; rows of dense layers, where others read less, cross during the whole step. Beside the counts of
+`predict`, a step reads of each layer's index what the method's selection says. This is the step of
+an engine, alike for every method: fused kernels, which read coded rows as they are stored, launched
+at once by CUDA graphs. The last tokens that a codec leaves exact are read on the device. The
+efficiencies are fitted to the paper's systems on one machine. The conflicts of a batch's sequences
+are not counted, so small batches are optimistic. `Step.host_seconds` has the launches of this code,
+for `harness.run.advise`.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ class Step:
         """The times of each block, when nothing waits."""
         plan, shape, link = self.capacity.plan, self.shape, self.platform.link_bytes_per_s
         reads, on_host, reads_less = self.reads(batch), plan.placement == "host", plan.reads_less
-        index_bytes = plan.index_bytes(self.capacity.lengths(batch))
-        num_governed = len(plan.numbers)
+        index_bytes = plan.state(self.capacity.lengths(batch)).read
+        num_governed = sum(read.policy.kind == "method" for read in reads)
         spread_s = 0.0  # of the dense layers' rows, in each other layer's share of the step
         for read in reads:
             if on_host and reads_less and read.policy.kind != "method":

@@ -19,7 +19,7 @@ from harness.model.shape import load_shape
 from harness.paper.costmodel.predict import FITTED, Case, Efficiency, load_platform, predict
 from harness.results.columns import csv_of, published, with_columns
 from harness.results.metrics import SEGMENTS
-from harness.results.pages import render_modelled
+from harness.results.pages import render_markdown
 
 PLATFORM = "a6000-pcie3"
 GEN_LEN = 128
@@ -95,7 +95,7 @@ def write_tables(results_dir: str | Path) -> list[Path]:
         table = figure_rows(figure)
         paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
         write_atomic(paths[-1], csv_of(table, "latency"))
-        write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, table))
+        write_atomic(paths[-1].with_suffix(".md"), render_markdown(paths[-1].stem, table))
     return paths
 
 
