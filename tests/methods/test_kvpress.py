@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.checks.contract import budget_is_its_closed_form, live_is_replay, padded_is_alone
-from harness.checks.two_ways import Trial, open_replay
+from harness.checks.two_ways import Trial
 from harness.errors import UserError
 from harness.model import prompts
 from harness.model.attach import attach
@@ -75,7 +75,7 @@ def prompted(model, method, prompts=PROMPT, steps=0):
     ids, real = token_batch(prompts, steps)
     seen = []
     with attach(model) as attached:
-        session = open_replay(attached, Setup(method, None, None), real)
+        session = Setup(method, None, None).replay(attached, real.sum(-1), real.shape[1])
         keep = session._keep_prompt
         session._keep_prompt = lambda layer, prompt: (seen.append(prompt.tensors()), keep(layer, prompt))
         columns = max(prompts)
@@ -229,14 +229,6 @@ def test_a_method_cannot_reread_and_have_inputs():
         pytest.raises(UserError, match="needs_inputs and repetitions; a method can have"),
     ):
         replay(attached, Case(both()), PROMPTS["even"])
-
-
-def test_inputs_are_not_held_beyond_their_layer():
-    with attach(tiny("gqa")) as attached:
-        ids, real = token_batch(PROMPTS["even"], 0)
-        session = open_replay(attached, Setup(CASES["projected"].method, None, None), real)
-        session.prefill(ids, real)
-        assert all(rows.inputs is None for rows in session.prompt_rows.values())
 
 
 # What it does not take

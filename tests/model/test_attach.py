@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from harness.checks.families import tiny_family
-from harness.checks.two_ways import open_replay, token_batch
+from harness.checks.two_ways import token_batch
 from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -254,7 +254,7 @@ def test_each_layer_has_its_own_positions(method, monkeypatch):
     ids, real = token_batch((60,), 6)
     with attach(tiny_family("smollm3")) as attached:
         calibration = calibrate(attached, method, ids[0].tolist()) if method.needs_calibration else None
-        session = open_replay(attached, Setup(method, None, calibration), real)
+        session = Setup(method, None, calibration).replay(attached, real.sum(-1), real.shape[1])
         session.prefill(ids[:, :60], real[:, :60])
         session.decode(ids[:, 60:], real[:, 60:])
     assert asked == {0: True, 1: False, 2: True, 3: False}

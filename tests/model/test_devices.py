@@ -93,7 +93,7 @@ def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
                 token = session.decode_step(token).argmax(-1)
             assert gpus.faults == [] and Stream.waits == []
             session.drain()
-            assert isinstance(session.loaded_bytes, int) or session.loaded_bytes.device == CUDA
+            assert isinstance(session.traffic.loaded.num_bytes, int) or session.traffic.loaded.num_bytes.device == CUDA
 
 
 @needs_fakes
