@@ -216,7 +216,7 @@ def test_refuses_in_a_line(arguments, message, tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--parts", "link,step"], "argument --parts: 'step' is none; did you mean 'steps'? allowed: link, gather, "),
-        (["--labels", "uvm"], "argument --labels: 'uvm' is none; allowed: ideal, offload, "),
+        (["--labels", "uvm"], "argument --labels: 'uvm' is none; allowed: ideal, "),
         (["--shapes", "8*1920"], "argument --shapes: 8*1920: must be batch size x prompt length"),
     ],
 )

@@ -185,6 +185,6 @@ def test_a_model_of_files_is_theirs_until_it_changes(tmp_path):
     damaged = perplexity()
     assert damaged != whole and perplexity() == damaged
     digests = [record["inputs"]["model"] for record in read_all("results")]
-    assert len(digests) == 2 and inputs.model(mine.configured().model)["model"] in digests
+    assert len(digests) == 2 and inputs.model(mine.configured({}, {}).model)["model"] in digests
     mine.loaded.model.generation_config.repetition_penalty = 1.3
     assert perplexity() == damaged and len(list(read_all("results"))) == 3, "a part of the model's files, too"

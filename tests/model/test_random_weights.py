@@ -102,6 +102,6 @@ def test_what_needs_text_is_refused_before_weights_are_made(word, runs, capsys, 
 def test_other_weights_have_no_random_ids():
     model = harness.load(tiny_model("llama", num_key_value_heads=2))
     with pytest.raises(UserError, match="corpus.name=random: needs model.weights=random"):
-        model.configured(**{"corpus.name": "random"})
+        model.configured({}, {"corpus.name": "random"})
     with pytest.raises(UserError, match="no tokenizer"):
         model.perplexity(methods=["full"], seq_len=96, prefill_len=32)

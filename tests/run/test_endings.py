@@ -57,7 +57,7 @@ def test_a_full_cache_names_its_folder_and_what_moves_it(error, own_folder, monk
     monkeypatch.setattr(calibration, "save_file", full)
     assert main(["method=infinigen", *texts, *SHORT]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"the cache {own_folder}/cache/calibration cannot be written" in line
+    assert f"the cache {own_folder}/cache cannot be written" in line
     assert "No space left" in line and "KV_HARNESS_CACHE" in line
 
 

@@ -287,10 +287,7 @@ def test_every_label_makes_a_record_and_a_complete_row_and_the_dense_pass_runs_o
     rows = {row["label"]: row for row in rows_at("outputs/tables/latency.csv")}
     assert set(rows) == set(ON_A_LINK)
     for label, row in rows.items():
-        absent = {
-            "weights_on_device",
-            "weight_bytes",
-        }
+        absent = {"weights_on_device", "weight_bytes"}
         absent |= {"link_bytes_per_s", "link_utilisation", "hit_rate"} if label == "ideal" else set()
         absent |= {"prediction_s"} if "infinigen" not in label else set()
         absent |= {"tokens_evicted"} if "h2o" not in label else set()
