@@ -501,7 +501,7 @@ def _index_read(state: State, layer: int, row: int, dtype: torch.dtype) -> float
     """What a step at this row reads of a layer's index, in tokens, mean over the sequences; None
     where the data decides."""
     when, geometry = state.method.when_of(layer), state.geometry
-    if when == "kept":
+    if when in ("kept", "earlier_layer"):  # it chooses nothing here
         return 0.0
     batch, kv_heads = len(state.lengths.prompt), geometry.num_kv_heads
     query = torch.empty(batch, geometry.num_heads, 1, geometry.head_dim, dtype=dtype, device=META)

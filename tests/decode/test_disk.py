@@ -19,6 +19,7 @@ from harness.decode.links import DiskLink, EmulatedLink
 from harness.decode.store import RowFormat, chosen
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.replay.setup import Setup
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.settings.codecs import codec_named
@@ -166,7 +167,7 @@ def test_a_step_counts_the_blocks_that_it_waited_for(folder):
     with attached_with_disk(folder) as (attached, link):
         prompt = run_shared_prompt(attached, torch.arange(3, 99).view(2, 48))
         shape = load(["experiment=latency", "gen_len=8", "warmup_steps=1", "timed_steps=6", "repeats=1"]).latency
-        timing = time_run(attached, prompt, TimedRun(Full(), shape, "disk"), link=link)
+        timing = time_run(attached, prompt, TimedRun(Setup(Full(), None, None), shape, "disk"), link=link)
         num_layers = len(attached.layers)
     # 48 tokens and the step's: a stored block and an open one for each of 4 heads
     assert timing.metrics["disk_read_bytes"] == 7 * num_layers * 4 * BLOCK_BYTES

@@ -32,7 +32,8 @@ from harness.model.load import LoadedModel
 from harness.model.prompts import prompt_bytes, run_prompt
 from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
-from harness.results.board_evidence import timed_step
+from harness.replay.setup import Setup
+from harness.results.board_rows import timed_step
 from harness.run.compose import load
 from harness.settings.codecs import codec_named
 from harness.settings.config import LatencyConfig
@@ -225,7 +226,7 @@ def test_a_timed_run_locks_its_memory_once(runtime, monkeypatch):
     monkeypatch.setattr("harness.replay.session.LiveSession", Pinned)
     ids = torch.randint(3, 256, (2, 20), generator=torch.Generator().manual_seed(1))
     with attached_with_link() as (attached, link):
-        timing_of = time_run(attached, ids, TimedRun(Full(), SHAPE), link=link)
+        timing_of = time_run(attached, ids, TimedRun(Setup(Full(), None, None), SHAPE), link=link)
     assert timing_of.metrics["num_timed_steps"] == 8 and timing_of.samples["pinned_bytes"] > 0
     locks = [name for name in runtime.names if name != "synchronize"]
     assert locks == ["cudaHostRegister", "cudaHostUnregister"], "for a warm-up and two repeats"
@@ -317,7 +318,7 @@ def timed(shape):
     ids = torch.randint(3, 256, (2, 20), generator=torch.Generator().manual_seed(1))
     with attach(tiny("gqa")) as attached:
         prompt = run_shared_prompt(attached, ids, shape.repeats)
-        return time_run(attached, prompt, TimedRun(Full(), shape, "managed"))
+        return time_run(attached, prompt, TimedRun(Setup(Full(), None, None), shape, "managed"))
 
 
 def test_what_the_driver_moves_is_not_measured(anywhere):
@@ -353,7 +354,7 @@ def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda device: 1e10)
     monkeypatch.setattr(memory, "require_managed", lambda *_: cards.append([*anywhere.blocks]))
     outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, random_ids=RandomIds(256)))
-    assert cards == 2 * [[12 * GIB]], "of 60 GiB, in each repeat"
+    assert cards == 3 * [[12 * GIB]], "of 60 GiB, in the warm-up and in each repeat"
     assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
     assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["budget"] < 1
     assert not anywhere.blocks

@@ -135,8 +135,8 @@ def test_what_a_step_reads_of_an_index_by_hand():
     vAttention's sample looks at numbers, so all that it keeps counts."""
     geometry = Geometry(2, 12, 2, 128, 128**-0.5, "llama")
 
-    def sizes_of_method(name):
-        method = replace(shipped(name).method, dense_layers=0)
+    def sizes_of_method(name, **settings):
+        method = replace(shipped(name).method, dense_layers=0, **settings)
         return plan_of(method, geometry, torch.float16).state(BatchLengths((1008,), 16))
 
     keys, projections, mean = 1016 * (64 // 2 + 4), 2 * 128 * (64 // 2 + 4), 64 * 2
@@ -147,5 +147,6 @@ def test_what_a_step_reads_of_an_index_by_hand():
     quest = sizes_of_method("quest")
     assert set(quest.read.values()) == {2 * 63 * 2 * 128 * 2}
     assert set(sizes_of_method("h2o").read.values()) == {0}
+    assert sizes_of_method("kascade", anchors=(0,)).read == {0: 0, 1: 0}, "layer 1 takes what layer 0 chose"
     sampled = sizes_of_method("vattention")
     assert sum(sampled.read.values()) == sampled.kept

@@ -15,35 +15,35 @@ from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.links import CudaLink, LinkUse
 from harness.decode.session import LiveSession
 from harness.decode.timeline import StepClock
-from harness.results import columns
-from harness.results.step_stats import StepStats, StepTimes, deviation, stats_of, times_of
+from harness.results.columns import TABLES
+from harness.results.step_stats import StepStats, deviation, stats_of, times_of
 from harness.speed.generate import Generated
 from tests.cases import CASES
 from tests.fake_cuda import CUDA, Event, Stream, fake_streams
-from tests.living import attached_with_link, calibration_of
+from tests.living import attached_with_link, calibration_of, setup_of
 
 STEPS = [0.04, 0.01, 0.02, 0.03, 0.1]
 
 
 def test_times_of_five_steps_by_hand():
     times = times_of(0.5, STEPS, batch_size=3)
-    assert times == StepTimes(
-        ttft_s=0.5,
-        decode_s=pytest.approx(0.2),
-        tokens_per_s=pytest.approx(3 * 6 / 0.7),
-        decode_tokens_per_s=pytest.approx(3 / 0.04),
-        sequence_tokens_per_s=pytest.approx(25),
-        tpot_p50_s=0.03,
-        tpot_p95_s=pytest.approx(0.04 + 0.8 * 0.06),  # place 0.95 * 4 = 3.8 of the ordered five
-        tpot_p99_s=pytest.approx(0.04 + 0.96 * 0.06),
-        tpot_std_s=pytest.approx((0.005 / 4) ** 0.5),  # squared distances: 0, 9, 4, 1, 36 times 1e-4
-    )
+    assert times == {
+        "ttft_s": 0.5,
+        "decode_s": pytest.approx(0.2),
+        "tokens_per_s": pytest.approx(3 * 6 / 0.7),
+        "decode_tokens_per_s": pytest.approx(3 / 0.04),
+        "sequence_tokens_per_s": pytest.approx(25),
+        "tpot_p50_s": 0.03,
+        "tpot_p95_s": pytest.approx(0.04 + 0.8 * 0.06),  # place 0.95 * 4 = 3.8 of the ordered five
+        "tpot_p99_s": pytest.approx(0.04 + 0.96 * 0.06),
+        "tpot_std_s": pytest.approx((0.005 / 4) ** 0.5),  # squared distances: 0, 9, 4, 1, 36 times 1e-4
+    }
     longer = times_of(0.5, STEPS, batch_size=3, num_steps=10)
-    assert longer.decode_s == pytest.approx(0.4) and longer.tokens_per_s == pytest.approx(3 * 11 / 0.9)
-    assert longer.tpot_p99_s == times.tpot_p99_s
-    assert times_of(0.5, [0.25], batch_size=1).tpot_std_s is None
+    assert longer["decode_s"] == pytest.approx(0.4) and longer["tokens_per_s"] == pytest.approx(3 * 11 / 0.9)
+    assert longer["tpot_p99_s"] == times["tpot_p99_s"]
+    assert times_of(0.5, [0.25], batch_size=1)["tpot_std_s"] is None
     assert deviation([1.0]) is None and deviation([1.0, 3.0]) == pytest.approx(2**0.5)
-    assert times_of(0.5, [], batch_size=1) == StepTimes(ttft_s=0.5, decode_s=0.0)
+    assert times_of(0.5, [], batch_size=1) == {"ttft_s": 0.5, "decode_s": 0.0}
 
 
 @pytest.mark.parametrize("kept", [256, 0])
@@ -167,7 +167,7 @@ def test_the_hit_rate_is_that_of_rows_counted_one_by_one(monkeypatch, name, leng
 
 def test_the_names_are_those_of_the_tables():
     named = {field.name for field in fields(StepStats)}
-    assert named <= {column.name for column in columns.LATENCY}
+    assert named <= {*TABLES["latency"]}
     assert issubclass(Generated, StepStats)
 
 
@@ -176,8 +176,7 @@ def test_an_attached_model_tells_the_time_between_tokens(placement):
     """The marks are made by the steps; a program that takes its time between two calls finds it in TPOT."""
     pause = 0.05
     with attached_with_link() as (attached, link), CachedModel(
-        attached, CASES["infinigen"].method, calibration=calibration_of(attached), placement=placement, link=link,
-        max_new_tokens=8,
+        attached, setup_of(attached, CASES["infinigen"]), {"placement": placement, "link": link}, max_new_tokens=8
     ) as cached:  # fmt: skip
         ids = torch.randint(3, 200, (2, 20))
         output = cached(ids, use_cache=True)
