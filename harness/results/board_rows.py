@@ -27,7 +27,7 @@ from harness.results.metrics import BUDGET, DENSE_LAYERS, EQUAL
 from harness.results.record import Record, in_words
 from harness.results.samples import FULL, is_full
 from harness.results.sheet import show_range
-from harness.results.stats import LEVEL, estimates, holm, unseen_rate
+from harness.results.stats import LEVEL, ROUNDING, estimates, holm, unseen_rate
 from harness.settings.kinds import OF_CODECS
 from harness.settings.paths import COMMAND, models_beside, table_to_read
 
@@ -526,11 +526,11 @@ def fronts(lines: pd.DataFrame) -> pd.Series:
     rivals = lines[is_whole(lines) & ~lines["method"].isin(ORACLES)]
     for _, rows in rivals.groupby("seq_len"):
         kl = rows["kl_nats"].to_numpy()
-        is_closer = kl < kl[:, None]
+        is_closer = kl < (1 - ROUNDING) * kl[:, None]
         for name, costs in costs_of(rows).items():
             limits = costs + EQUAL * (name == "link")
             limits *= 1 + SAME_STEP * (name == "step time")
             is_cheap = costs.to_numpy() <= limits.to_numpy()[:, None]
             is_beaten = (is_closer & is_cheap).any(axis=1)
-            front[rows.index[costs.notna() & ~is_beaten]] += f", {name}"
+            front[rows.index[costs.notna().to_numpy() & ~is_beaten]] += f", {name}"
     return front.str.removeprefix(", ")
