@@ -1,8 +1,8 @@
-"""How fast KV-cache offloading can be on this machine, how near each system comes, and whether it computes right.
+"""How fast KV-cache offloading can be on this machine, and how near each system comes.
 
     python -m benchmarks.gpu                      results in outputs/gpu-<device>, in under 10 minutes on an H200
-    python -m benchmarks.gpu --parts link,gather,pin --minutes 2
-    python -m benchmarks.gpu --parts steps --shapes 8x1920 --labels ideal,infinigen --run-seconds 90
+    python -m benchmarks.gpu --parts link,gather,pin
+    python -m benchmarks.gpu --parts steps --shapes 8x1920 --labels ideal,infinigen
     python -m benchmarks.gpu --trace step.json.gz --labels infinigen2     a decode step under torch's profiler instead
     python -m benchmarks.gpu --platform cpu       the same parts in seconds: tiny model, emulated link
     python -m benchmarks.gpu --platform cpu --model smollm2-135m --shapes 8x1024 platform.link_gbps=0.3
@@ -12,18 +12,14 @@ Parts, in this order:
 link      rate of plain copies between pinned host memory and the device: each way, and both ways at once
 gather    rate of the row gather by row size
 pin       rate at which host memory is page-locked; under CUDA only
-equal     decoding with the cache on the host is bit for bit that on the device; Triton kernels against torch's code
 steps     a decode step of every system whose transfers are counted (`harness.settings.systems`), shape by shape,
           against its floor: max(step of ideal, bytes over the link / its rate)
 
-Each part, and each run of `steps`, has a process of its own (`benchmarks/gpu_parts/apart.py`). If one fails, hangs or
-dies, its traceback or the stacks of its threads are printed, and the others go on. `--minutes` limits the whole
-command, `--run-seconds` each process; a part that needs more time than is left is cut off. The same command repeats
-no run that is finished.
-
-They are ordinary runs (`experiment=latency`): OUT/runs has their records. OUT/rates.csv and OUT/tables are written
-as results come, OUT/figures at the end. Exit code: 0; 1 where a part failed or two ways were not equal; 2 for a user's
-mistake; 75 where the time did not suffice.
+The steps are ordinary runs (`experiment=latency`): OUT/runs has their records, and those of a shape share a process, as
+in a sweep. One that fails is a line, and the others go on. No run begins after `--minutes`. The same command repeats no
+run that is finished. OUT/rates.csv is written as results come, OUT/tables and OUT/figures at the end. Exit code: 0; 1
+for a bug; 2 where a part or run failed, or the time did not suffice. Whether a GPU computes right is what
+`python run.py experiment=contract platform=cuda` says.
 
 Weights are random, of the shape in conf/model; infinigen then selects up to its cap of 20 %. Ten steps of a run are
 timed, two of pageable memory. The time it takes is worked out in `benchmarks/NOTES.md`.
@@ -43,32 +39,29 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 
-from benchmarks.gpu_parts.apart import call_apart
-from benchmarks.gpu_parts.equal import equalities
 from benchmarks.gpu_parts.rates import Rate, gather_rates, link_rates, pin_rates
 from benchmarks.gpu_parts.trace import trace_step
-from harness.errors import UNFINISHED, UnfinishedError, UserError, exit_code, interruptible, nearest, reason
+from harness.errors import UserError, exit_code, interruptible, nearest, reason
 from harness.files import write_atomic
 from harness.model.load import require_kernels
-from harness.model.resources import Resources
 from harness.results.record import read_record
+from harness.run.all_runs import run_all
 from harness.run.compose import load
-from harness.run.runner import Run, fail, report, require_devices, run
+from harness.run.runner import Run, report, require_devices
 from harness.settings.config import RunConfig
 from harness.settings.paths import RESULTS
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
-from harness.speed.link_rate import LinkRate, link_rate
+from harness.speed.link_rate import link_rate
 
 MIB = 2**20
-FAILED = 1
-PARTS = ("link", "gather", "pin", "equal", "steps")
+PARTS = ("link", "gather", "pin", "steps")
 ON_A_GPU = [label for label in COUNTED if label not in ON_A_DISK]
 SYSTEMS = tuple(sorted(ON_A_GPU, key=lambda label: not LABELS[label].pinned))
 """Every system whose transfers are counted, the slowest, of pageable memory, last: time may run out."""
@@ -83,168 +76,56 @@ STEPS = ["gen_len=128", "warmup_steps=2", "timed_steps=5"]
 PAGEABLE_STEPS = ["warmup_steps=1", "timed_steps=1"]
 
 
-class Benchmark:
-    """The parts of one command. problems: exit codes of the parts that failed or were cut off."""
+def rates(part: str, device: torch.device, out: Path) -> Iterator[Rate]:
+    """The rates of a part."""
+    on_gpu = device.type == "cuda"
+    num_bytes = 512 * MIB if on_gpu else MIB // 4
+    if part == "pin":
+        return pin_rates(device, 8 * num_bytes)
+    link = link_rate(out, device, None)
+    if part == "gather":
+        return gather_rates(device, num_bytes, link.tuning)
+    return link_rates(device, num_bytes, None if on_gpu else link.bytes_per_s)
 
-    def __init__(self, options: argparse.Namespace, began_s: float) -> None:
-        self.device = torch.device(options.platform)
-        self.until_s = began_s + 60 * options.minutes
-        self.run_s: float = options.run_seconds
-        self.out = Path(options.out or f"{RESULTS}/gpu-{_slug(self.device)}")
-        self.settings = run_settings(options)
-        self.shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
-        self.labels = options.labels
-        self.parts = options.parts
-        self.trace = options.trace
-        self.problems: list[int] = []
 
-    @cached_property
-    def link(self) -> LinkRate:
-        """Of the link, measured once for each folder of results."""
-        return link_rate(self.out, self.device, None)
+def keep_rates(part: str, found: Iterator[Rate], path: Path) -> None:
+    """Print rates as they come, and keep them in a table, in place of earlier ones of the part."""
+    known = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["part"])
+    rows = known[known["part"] != part].to_dict("records")
+    for name, samples, at in found:
+        low, value, high = min(samples), statistics.median(samples), max(samples)
+        print(f"{name:14}{value / 1e9:8.3f} GB/s ({low / 1e9:.3f} to {high / 1e9:.3f}); {at}", flush=True)
+        row = {"part": part, "name": name, "at": at, "bytes_per_s": value, "low": low, "high": high}
+        rows.append(row | {"num_samples": len(samples)})
+        write_atomic(path, pd.DataFrame(rows).to_csv(index=False))
 
-    def run(self) -> int:
-        """Run every part in turn; returns the exit code."""
-        if self.trace is not None:
-            config = self.run_config(*self.shapes[0], self.labels[0])
-            self.attempt("trace", partial(self.apart, partial(trace_step, config, Path(self.trace))))
-            return max(self.problems, default=0)
-        acts = {
-            "link": self.measure_link,
-            "gather": self.measure_gather,
-            "pin": self.measure_pinning,
-            "equal": self.check_equality,
-        }
-        for part, act in acts.items():
-            if part in self.parts:
-                self.attempt(part, partial(self.apart, act))
-        if "steps" in self.parts:
-            self.time_steps()
-        return FAILED if FAILED in self.problems else max(self.problems, default=0)
 
-    def attempt(self, part: str, act: Callable[[], object]) -> bool:
-        """Run a part, and name it if it fails or is cut off: the others are of use. True if it ended well."""
-        try:
-            act()
-            return True
-        except UnfinishedError as error:
-            print(f"{part}: cut off, {error}", flush=True)
-            self.problems.append(UNFINISHED)
-        except Exception as error:
-            print(f"{part}: failed, {error if isinstance(error, UserError) else reason(error)}", flush=True)
-            self.problems.append(FAILED)
-        return False
+def time_steps(options: argparse.Namespace, out: Path, minutes: float) -> None:
+    """Time every run as an ordinary one, and show all steps up to then against their floor after each."""
+    from plots import draw_figures
 
-    def left_s(self) -> float:
-        return max(0.0, self.until_s - time.perf_counter())
-
-    def apart(self, act: Callable[[], object]) -> None:
-        """Call in a process of its own, which has `run_s` seconds, or what is left of all.
-
-        Raises UserError where it fails, UnfinishedError where no time is left for it.
-        """
-        left_s = self.left_s()
-        try:
-            if left_s == 0:
-                raise TimeoutError
-            call_apart(act, min(self.run_s, left_s))
-        except TimeoutError as error:
-            if left_s < self.run_s:
-                raise UnfinishedError("the minutes are over") from error
-            raise UserError(f"{error} (--run-seconds); the stacks of its threads are above") from error
-
-    # Parts, each in a process of its own
-
-    def measure_link(self) -> None:
-        emulated = None if self.device.type == "cuda" else self.link.bytes_per_s
-        self.measure("link", link_rates(self.device, self.num_bytes, emulated))
-
-    def measure_gather(self) -> None:
-        self.measure("gather", gather_rates(self.device, self.num_bytes, self.link.tuning))
-
-    def measure_pinning(self) -> None:
-        self.measure("pin", pin_rates(self.device, 8 * self.num_bytes))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory that rates are measured on."""
-        return 512 * MIB if self.device.type == "cuda" else MIB // 4
-
-    def measure(self, part: str, found: Iterator[Rate]) -> None:
-        """Print rates as they come, and keep them in a table, in place of earlier ones of the part."""
-        path = self.out / "rates.csv"
-        known = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["part"])
-        rows = known[known["part"] != part].to_dict("records")
-        for name, samples, at in found:
-            low, value, high = min(samples), statistics.median(samples), max(samples)
-            print(f"{name:14}{value / 1e9:8.3f} GB/s ({low / 1e9:.3f} to {high / 1e9:.3f}); {at}", flush=True)
-            row = {"part": part, "name": name, "at": at, "bytes_per_s": value, "low": low, "high": high}
-            rows.append(row | {"num_samples": len(samples)})
-            write_atomic(path, pd.DataFrame(rows).to_csv(index=False))
-
-    def check_equality(self) -> None:
-        """Decode on the host and on the device, by kernels and by torch's code, on a tiny model."""
-        offloading = [label for label in SYSTEMS if LABELS[label].placement == "host"]
-        num_unequal = 0
-        for words, is_equal in equalities(self.device, offloading, self.link):
-            print(words, flush=True)
-            num_unequal += not is_equal
-        if num_unequal:
-            raise UserError(f"{num_unequal} comparisons of two ways differ")
-
-    # Decode steps
-
-    def time_steps(self) -> None:
-        """Time every run as an ordinary one, and show all after each."""
-        ideal = self.runs(["ideal"])  # for the floors, also where it was timed by an earlier command
-        paths: list[Path] = []
-        for todo in self.runs(self.labels):
-            shape = todo.config.latency
-            if todo.is_finished():
-                paths.append(run(todo, Resources()))  # says that it is skipped
-            elif self.attempt(
-                f"{shape.batch_size} x {shape.prompt_len} {todo.config.label}", partial(self.time_run, todo)
-            ):
-                paths.append(todo.path)
-                self.attempt("tables", partial(self.show, paths, ideal))
+    ideal = []  # for the floors, also where it was timed by an earlier command
+    configs = []
+    for shape in options.shapes:
+        configs += [run_config(options, shape, label, out) for label in options.labels]
+        ideal.append(Run.of(run_config(options, shape, "ideal", out)))
+    paths: list[Path] = []
+    try:
+        for path in run_all(configs, {"latency": minutes}):
+            paths.append(path)
+            shown = dict.fromkeys([*(run.path for run in ideal if run.is_finished()), *paths])
+            print(f"\n{render_floors([read_record(path) for path in shown])}\n", flush=True)
+    finally:
         if paths:
-            self.attempt("tables", lambda: print(report(paths)))
-            if self.left_s():
-                self.attempt("figures", self.draw)
+            print(report(paths), *draw_figures(out), sep="\n")
 
-    def show(self, paths: Sequence[Path], ideal: Sequence[Run]) -> None:
-        """Bring the tables up to date, and print the steps of all runs up to now against their floor."""
-        report(paths)
-        shown = [todo.path for todo in ideal if todo.is_finished()]
-        shown += [path for path in paths if path not in shown]
-        print(f"\n{render_floors([read_record(path) for path in shown])}\n", flush=True)
 
-    def draw(self) -> None:
-        from plots import draw_figures
-
-        print(*draw_figures(self.out), sep="\n")
-
-    def runs(self, labels: Sequence[str]) -> list[Run]:
-        """The run of every shape and label."""
-        return [Run.of(self.run_config(*shape, label)) for shape in self.shapes for label in labels]
-
-    def run_config(self, batch: int, prompt: int, label: str) -> RunConfig:
-        """Settings of a run."""
-        of_run = [f"system={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"results_dir={self.out}"]
-        slow = [] if LABELS[label].pinned else PAGEABLE_STEPS
-        return load([*self.settings, *slow, *of_run])
-
-    def time_run(self, todo: Run) -> None:
-        """Do a run in a process of its own. If that dies, the record says so."""
-        try:
-            self.apart(partial(run, todo, Resources()))
-        except UnfinishedError:
-            raise
-        except UserError as error:
-            record = todo.found()
-            if record is None or record["status"] != "failed":
-                fail(todo, error)
-            raise
+def run_config(options: argparse.Namespace, shape: str, label: str, out: Path) -> RunConfig:
+    """Settings of a run."""
+    batch, prompt = shape.split("x")
+    of_run = [f"system={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"results_dir={out}"]
+    slow = [] if LABELS[label].pinned else PAGEABLE_STEPS
+    return load([*run_settings(options), *slow, *of_run])
 
 
 def run_settings(options: argparse.Namespace) -> list[str]:
@@ -298,8 +179,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=str(__doc__).splitlines()[0])
     parser.add_argument("--platform", choices=tuple(DEFAULTS), default="cuda", help="cpu: emulated link")
     parser.add_argument("--out", metavar="DIR", help="folder of the results; default: outputs/gpu-<device>")
-    parser.add_argument("--minutes", type=float, default=10, help="what would take longer is cut off")
-    parser.add_argument("--run-seconds", type=float, default=120, help="a part or run that takes longer is ended")
+    parser.add_argument("--minutes", type=float, default=10, help="after which no further run begins")
     parser.add_argument("--parts", type=words(PARTS), metavar="link,...", help=f"default: {','.join(PARTS)}")
     parser.add_argument(
         "--labels", type=words(SYSTEMS), metavar="infinigen,...", help="default: all whose transfers are counted"
@@ -316,21 +196,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def measure(options: argparse.Namespace) -> None:
+    """Do what a command line asks for. Raises UserError where a part failed, once the others have run."""
+    began_s = time.perf_counter()
+    require_devices([load(run_settings(options))])  # before any work
+    if options.platform == "cuda":
+        require_kernels()
+    device = torch.device(options.platform)
+    out = Path(options.out or f"{RESULTS}/gpu-{_slug(device)}")
+    if options.trace is not None:
+        trace_step(run_config(options, options.shapes[0], options.labels[0], out), Path(options.trace))
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for part in options.parts:
+        if part == "steps":
+            continue
+        try:
+            keep_rates(part, rates(part, device, out), out / "rates.csv")
+        except Exception as error:
+            print(f"{part}: failed, {reason(error)}", flush=True)
+            failed.append(part)
+    if "steps" in options.parts:
+        time_steps(options, out, options.minutes - (time.perf_counter() - began_s) / 60)
+    print(f"{time.perf_counter() - began_s:.0f} s; results in {out}")
+    if failed:
+        raise UserError(f"--parts {','.join(failed)}: failed")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure everything; returns the exit code."""
-    began_s = time.perf_counter()
-    options, codes = parse(argv), []
-
-    def act() -> None:
-        require_devices([load(run_settings(options))])  # before any work
-        if options.platform == "cuda":
-            require_kernels()
-        benchmark = Benchmark(options, began_s)
-        benchmark.out.mkdir(parents=True, exist_ok=True)
-        codes.append(benchmark.run())
-        print(f"{time.perf_counter() - began_s:.0f} s; results in {benchmark.out}")
-
-    return exit_code(act) or codes[0]
+    return exit_code(partial(measure, parse(argv)))
 
 
 def _slug(device: torch.device) -> str:

@@ -194,10 +194,6 @@ def kvzip(module: Any, layer: Layer) -> float:
     return float(((ours - score.score[0][0]).abs() <= 1e-6).float().mean())
 
 
-def no_scores() -> Tensor:
-    raise NotImplementedError
-
-
 def selected(method: Method, layer: Layer, t: int) -> Tensor:
     """Which of the first t tokens row t reads by its own query: bool [num_kv_heads, t]. The keys stand for values."""
     lengths, position = torch.tensor([t]), torch.tensor([[t]])
@@ -205,7 +201,7 @@ def selected(method: Method, layer: Layer, t: int) -> Tensor:
     keys = layer.key[:, :, :t]
     state.prompt(0, layer.query[:, :, :t], keys, keys, PromptRows(torch.ones(1, t, dtype=torch.bool), t + 1))
     query = layer.query[:, :, t : t + 1]
-    rows = QueryRows(query, position, position >= 0, torch.arange(t)[None, None], position[None], no_scores)
+    rows = QueryRows(query, position, position >= 0, torch.arange(t)[None, None], position[None], None)
     selection = state.select(0, rows)
     assert selection.mask is not None
     return selection.mask[0, :, 0]

@@ -1,7 +1,7 @@
 """What a peer does, timed: decode steps of transformers' caches, and questions to kvpress's pipeline.
 
 kvpress asks for transformers < 5.3, so it runs under an interpreter of its own: `Peer` starts this file there and
-hands it calls. Nothing of this project's packages is imported here.
+hands it calls. Nothing of this project is imported here.
 """
 
 from __future__ import annotations
@@ -10,15 +10,34 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from functools import cached_property
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.timing import Timed, Took
 
-ROOT = Path(__file__).resolve().parent.parent
+class Took(NamedTuple):
+    """Seconds by the clock, and CPU seconds of all threads of the process."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Took:
+        """Where both clocks stand."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, before: Took) -> Took:
+        """The time from `before` to this one."""
+        return Took(self.wall_s - before.wall_s, self.cpu_s - before.cpu_s)
+
+
+class Timed(NamedTuple):
+    """A result and the time it took, where a contestant times a part of its call by itself."""
+
+    took: Took
+    result: Any
 
 
 def decode(model: Any, cache: Any, token: Any, warm_up: int, steps: int) -> Timed:
@@ -115,11 +134,8 @@ class Peer:
 
     def __init__(self, python: str, folder: str, threads: int) -> None:
         self.python = python
-        command = [python, "-m", "benchmarks.peer_process", folder, str(threads)]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=environment, **pipes)
+        self.process = subprocess.Popen([python, __file__, folder, str(threads)], **pipes)
 
     def call(self, name: str, **settings: Any) -> Any:
         """A method of `Worker`. Raises PeerError where it fails, with the package's own words."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers                       all jobs, 30 minutes; peers without their packages are skipped
     python -m benchmarks.peers --peers-python ~/peers/bin/python --jobs question sweep
-    python -m benchmarks.peers --quick --threads 2 model=qwen2.5-coder-0.5b
+    python -m benchmarks.peers --jobs replay --methods h2o quest --threads 2 model=qwen2.5-coder-0.5b seq_len=8192
     python -m benchmarks.peers platform=cuda model=opt-13b model.weights=random --jobs decode
 
 job         ours                                            peer
@@ -16,11 +16,14 @@ decode      live steps of the full cache                    transformers' Dynami
 quantized   live steps of int4                              transformers' QuantizedCache by quanto, by HQQ
 sweep       four methods on one prompt, whose dense pass    kvpress's pipeline, once for each press
             they share
+replay      a window under the methods of --methods         the same under the full cache, by torch's fused
+                                                            attention
 
 Both sides take turns, `--rounds` times; a ratio is the median over the rounds of ours / peer, so that below 1 ours is
 faster. A call is timed as a user makes it: with the tokenizing, and here with the checks of the model and the set-up of
-the method. Models are loaded before. Where both have one rule the results must be equal: texts, log-likelihoods within
-1e-3, losses within 1e-4. Exit code 1 if they are not, or where a job failed.
+the method; `replay` times the prompt, the rows and the output head alone. Models are loaded before. Where both have one
+rule the results must be equal: texts, log-likelihoods within 1e-3, losses within 1e-4. Exit code 2 if they are not, or
+where a job failed. The last line has the peak of this process's memory.
 
 Settings are those of every run, such as the model. kvpress asks for an older transformers than this project's, so it,
 quanto and HQQ run under an interpreter of their own, with the very torch that runs here:
@@ -35,12 +38,12 @@ glibc gives freed memory back to the system, and each page of it is zeroed anew.
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import random
+import resource
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,25 +53,25 @@ from typing import Any, NamedTuple
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
-from benchmarks.peer_process import Peer, PeerError, decode
-from benchmarks.timing import Timed, Took, in_turn, spread
-from harness.checks.two_ways import open_live
+from benchmarks.peer_process import Peer, PeerError, Timed, Took, decode
 from harness.data.generated import offline_sentences
 from harness.data.text import offline_text, token_ids, windows_of
 from harness.errors import UserError, exit_code, reason
 from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.dense_prompts import DensePrompts
 from harness.model.load import LoadedModel, load_model
-from harness.replay.setup import prepare
+from harness.replay.setup import Setup, prepare
 from harness.results.environment import processor
 from harness.run.compose import load
 from harness.scoring.answers import Request
-from harness.scoring.evaluation import ReplayEngine
-from harness.scoring.lm import Prefill
+from harness.scoring.lm import ReplayLM
 from harness.scoring.perplexity import run_perplexity
+from harness.scoring.planning import Prefill
 from harness.speed.link_rate import measure_copy_rate
 from harness.speed.timed_run import SharedPrompt, run_shared_prompt
 
@@ -90,6 +93,8 @@ BACKENDS = {"quanto": "optimum-quanto", "hqq": "hqq"}
 """Packages of QuantizedCache's backends."""
 BATCH_SIZES = (1, 4, 8, 16)
 """Of HFLM."""
+HEAD_ROWS = 128
+"""Rows of a window that pass through the output head together."""
 ALL_BYTES = 2**40
 """Room for shared prompts: all there is."""
 HEADER = """\
@@ -113,12 +118,6 @@ class Sizes(NamedTuple):
     prompt: int = 1024
     warm_up: int = 2
     steps: int = 12
-
-
-QUICK = Sizes(
-    rounds=2, windows=1, window=512, contexts=(512,), answer=8, questions=1, texts=4, text_context=100,
-    text_new=8, batches=(1,), prompt=256, steps=8,
-)  # fmt: skip
 
 
 class Comparison(NamedTuple):
@@ -165,11 +164,34 @@ class Bench:
         return True
 
     def paired(
-        self, case: str, contestants: dict[str, Callable[[], Any]]
+        self, case: str, contestants: Mapping[str, Callable[[], Any]]
     ) -> tuple[dict[str, list[Took]], dict[str, Any]]:
         """Run the contestants in turn."""
         say(f"{case}: {', '.join(contestants)}")
         return in_turn(contestants, self.sizes.rounds)
+
+
+def in_turn(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, list[Took]], dict[str, Any]]:
+    """Run every contestant once a round, in every other round in reverse order, after a round that is not timed: so a
+    busy machine slows all of them.
+
+    Returns what each round took and the last result, by name. A contestant that returns `Timed` has timed itself.
+    """
+    times: dict[str, list[Took]] = {name: [] for name in contestants}
+    results: dict[str, Any] = {}
+    for number in range(rounds + 1):
+        order = list(contestants.items())
+        if number % 2:
+            order.reverse()
+        for name, run in order:
+            began = Took.now()
+            result = run()
+            took = Took.now().since(began)
+            if isinstance(result, Timed):
+                took, result = result
+            results[name] = result
+            times[name].append(took)
+    return {name: rounds[1:] for name, rounds in times.items()}, results
 
 
 def say(line: str) -> None:
@@ -238,7 +260,7 @@ def answer(bench: Bench, method: str, tokens: Sequence[Sequence[int]], prompts: 
     ids = (*context, *question)
     request = Request(ids, len(ids), len(context), len(ids) + new, ("question", 0), max_new_tokens=new)
     loaded = replace(bench.loaded, prompts=prompts)
-    (written,) = ReplayEngine(config, loaded, "question", io.StringIO()).generate([request])
+    (written,) = ReplayLM(config, loaded, "question", Prefill("dense")).generate([request])
     return bench.loaded.tokenizer.decode(written.tokens, skip_special_tokens=True)
 
 
@@ -267,8 +289,9 @@ def against_hflm(
     peer = min(times, key=lambda name: times[name][0].cpu_s)
     contestants = {peer: theirs[peer]}
     for method in ("full", *bench.methods):
-        engine = ReplayEngine(bench.config("experiment=tasks", f"method={method}"), bench.loaded, case, io.StringIO())
-        contestants[method] = partial(getattr(engine.lm(Prefill("dense")), call), requests)
+        config = bench.config("experiment=tasks", f"method={method}")
+        lm = ReplayLM(config, bench.loaded, case, Prefill("dense"))
+        contestants[method] = partial(getattr(lm, call), requests)
     times, answers = bench.paired(case, contestants)
     for method in ("full", *bench.methods):
         is_equal = equal(answers[method], answers[peer]) if method == "full" else None
@@ -323,7 +346,7 @@ def live_steps(bench: Bench, prompt: SharedPrompt, config: Any) -> Timed:
     count = bench.sizes.warm_up + bench.sizes.steps
     with attach(bench.loaded.model) as attached:
         setup = prepare(config, bench.loaded, attached, list)
-        with closing(open_live(attached, setup, count + 1)) as session:
+        with closing(setup.live(attached, count + 1)) as session:
             found = [session.start(prompt.prompt).argmax(-1)]
             for step in range(count):
                 if step == bench.sizes.warm_up:
@@ -378,6 +401,33 @@ def quantized(bench: Bench) -> Iterator[Comparison]:
             yield Comparison(case, f"QuantizedCache, {backend}", times[OURS], times[backend], None)
 
 
+def replay(bench: Bench) -> Iterator[Comparison]:
+    """A window in replay, whose decode rows the methods select for; under the full cache it is one dense pass."""
+    contestants = {}
+    with attach(bench.loaded.model) as attached:
+        for method in dict.fromkeys(("full", *bench.methods)):
+            config = bench.config("seq_len=2048", "prefill_len=256", f"method={method}")
+            prompt = config.seq_len if method == "full" else config.prefill_len
+            setup = prepare(config, bench.loaded, attached, list)
+            ids = torch.tensor([bench.text_ids(config.seq_len, 1024)], device=attached.device)
+            contestants[method] = partial(run_window, attached, setup, ids, prompt)
+        case = f"{config.seq_len} tokens, prompt {config.prefill_len}"
+        times, _ = bench.paired(case, contestants)
+    for method in bench.methods:
+        yield Comparison(f"{method}, {case}", "full", times[method], times["full"], None)
+
+
+def run_window(attached: Attached, setup: Setup, ids: Tensor, prompt: int) -> None:
+    """A window, ids [1, tokens], from its first token to its last logits; `prompt` tokens run as one dense pass."""
+    real = torch.ones_like(ids, dtype=torch.bool)
+    session = setup.replay(attached, real.sum(-1), ids.shape[1])
+    hidden = [session.prefill(ids[:, :prompt], real[:, :prompt])]
+    if prompt < ids.shape[1]:
+        hidden.append(session.decode(ids[:, prompt:], real[:, prompt:]))
+    for rows in torch.cat(hidden, 1)[0].split(HEAD_ROWS):
+        attached.logits(rows)
+
+
 JOBS: dict[str, Callable[[Bench], Iterator[Comparison]]] = {
     "perplexity": perplexity,
     "question": question,
@@ -386,6 +436,7 @@ JOBS: dict[str, Callable[[Bench], Iterator[Comparison]]] = {
     "decode": decode_full,
     "quantized": quantized,
     "sweep": sweep,
+    "replay": replay,
 }
 
 
@@ -400,21 +451,21 @@ def line_of(job: str, found: Comparison) -> str:
         theirs = [getattr(took, clock) for took in found.theirs]
         ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
         cells += [f"{statistics.median(seconds):.2f}" for seconds in (ours, theirs, ratios)]
-        cells[-1] += f" ({spread(ratios)})"
+        cells[-1] += f" ({min(ratios):.2f} to {max(ratios):.2f})"
     return f"| {' | '.join(cells)} | {({True: 'yes', False: 'NO', None: '-'})[found.is_equal]} |"
 
 
-def compare(options: argparse.Namespace) -> bool:
-    """Run the jobs and print the table, each line as it comes. Returns whether a job failed or is not equal to its
-    peer; a line says which."""
+def compare(options: argparse.Namespace) -> None:
+    """Run the jobs and print the table, each line as it comes. Raises UserError where a job failed or is not equal to
+    its peer, once the others have run."""
     torch.set_num_threads(options.threads)
     loaded = load_model(load(["experiment=tasks", "method=full", *options.settings]).model)
-    sizes = QUICK if options.quick else Sizes()
+    sizes = Sizes()
     sizes = sizes._replace(rounds=options.rounds or sizes.rounds)
     memory = "stays mapped" if "MALLOC_TRIM_THRESHOLD_" in os.environ else "goes back to the system"
     say(f"{processor()}; a copy within memory runs at {measure_copy_rate() / 1e9:.1f} GB/s")
     print(f"{loaded.name}, {options.threads} threads, {sizes.rounds} rounds; memory that is freed {memory}\n\n{HEADER}")
-    has_problem = False
+    problems = []
     with TemporaryDirectory() as folder, ExitStack() as stack:
         peer = None
         if options.peers_python is not None:
@@ -427,27 +478,24 @@ def compare(options: argparse.Namespace) -> bool:
                 for comparison in JOBS[job](bench):
                     print(line_of(job, comparison), flush=True)
                     if comparison.is_equal is False:
-                        has_problem = True
-                        say(f"{job}, {comparison.case}: not equal to {comparison.peer}")
+                        problems.append(f"{job}, {comparison.case}: not equal to {comparison.peer}")
             except (PeerError, ValueError) as error:  # the other jobs are of use
-                has_problem = True
-                say(f"{job}: failed, {reason(error)}")
-    return has_problem
+                problems.append(f"{job}: failed, {reason(error)}")
+    say(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    if problems:
+        raise UserError("; ".join(problems))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 where a job failed or results that must be equal differ, 2 for a user's mistake."""
+    """Compare; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=str(__doc__).splitlines()[0])
     parser.add_argument("settings", nargs="*", metavar="SETTING", help="settings of every run, such as the model")
     parser.add_argument("--jobs", nargs="+", default=[*JOBS], choices=JOBS)
-    parser.add_argument("--quick", action="store_true", help="small sizes and two rounds, in a few minutes")
-    parser.add_argument("--rounds", type=int, help="timed rounds; default 3, with --quick 2")
+    parser.add_argument("--rounds", type=int, help="timed rounds; default 3")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--methods", nargs="*", default=["h2o", "infinigen2"], help="beside the full cache, in tasks")
+    parser.add_argument("--methods", nargs="*", default=["h2o", "infinigen2"], help="beside the full cache")
     parser.add_argument("--peers-python", metavar="PATH", help="interpreter with kvpress, optimum-quanto and hqq")
-    options = parser.parse_intermixed_args(argv)
-    problems: list[bool] = []
-    return exit_code(lambda: problems.append(compare(options))) or int(problems[0])
+    return exit_code(partial(compare, parser.parse_intermixed_args(argv)))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ line.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.api.attaching import attach, lm
-    from harness.api.interface import Model, frame, load
+    from harness.api.cached_model import attach
+    from harness.api.interface import Model, frame, lm, load
 
 __all__ = ["Model", "attach", "frame", "lm", "load"]
 
@@ -24,6 +24,6 @@ def __getattr__(name: str) -> Any:
     command line does late."""
     if name not in __all__:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
-    from harness.api import attaching, interface
+    from harness.api import cached_model, interface
 
-    return getattr(attaching if name in ("attach", "lm") else interface, name)
+    return getattr(cached_model if name == "attach" else interface, name)

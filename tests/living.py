@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checks import two_ways
-from harness.checks.two_ways import STEPS, TOLERANCE, Result, Trial, force, largest_difference, token_batch
+from harness.checks.two_ways import STEPS, TOLERANCE, Result, Trial, largest_difference, token_batch
 from harness.decode.links import EmulatedLink, Link, Ticket
 from harness.decode.session import LiveSession
 from harness.decode.store import Chosen, KVStore, RowFormat, SlotRequest
@@ -40,7 +39,7 @@ FLIPS = {"int8": 2e-3, "fp8": 2e-2, "int4": 3e-2, "turbo4": 3e-2, "turbo3": 0.1,
 moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a fifth of this at most. Without steps
 (`smooth`), the codec's path is held to the contract's tolerance."""
 
-__all__ = ["STEPS", "TOLERANCE", "Result", "force", "largest_difference", "tiny", "token_batch"]  # for tests
+__all__ = ["STEPS", "TOLERANCE", "Result", "largest_difference", "tiny", "token_batch"]  # for tests
 
 
 CPU = torch.device("cpu")
@@ -148,7 +147,12 @@ def replay_ids(attached: Attached, case: Case, ids: Tensor, real: Tensor) -> tup
 
 def open_live(attached: Attached, case: Case, steps: int = STEPS, **options) -> LiveSession:
     """A live session of a case on a tiny model."""
-    return two_ways.open_live(attached, setup_of(attached, case), steps, **options)
+    return setup_of(attached, case).live(attached, steps, **options)
+
+
+def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS) -> Tensor:
+    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]."""
+    return Trial(session.attached, None, None, prompts, steps=steps).force(session)
 
 
 def live(attached: Attached, case: Case, prompts: tuple[int, ...], steps: int = STEPS, **options) -> Result:

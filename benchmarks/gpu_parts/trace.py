@@ -13,13 +13,11 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from harness.checks.two_ways import open_live
 from harness.decode.session import LiveSession
-from harness.model.attach import attach
 from harness.model.resources import Resources
-from harness.replay.setup import prepare
-from harness.settings.config import BEHIND_LINK, RunConfig
-from harness.speed.latency import decode_rows, prompt_ids, require_length, two_memories
+from harness.settings.config import RunConfig
+from harness.speed.generate import live
+from harness.speed.latency import decode_rows, prompt_ids
 from harness.speed.link_rate import idle_s
 
 WARM_UP = 3
@@ -35,22 +33,19 @@ GIB = 2**30
 def trace_step(config: RunConfig, path: Path) -> None:
     """Profile a decode step of the run that `config` describes. Writes a Chrome trace to `path`, compressed where it
     ends with .gz, and prints the step's time without the profiler, its kernels, and how busy each stream was.
-
-    Raises UserError for a sequence that is too long for the model.
     """
     loaded, shape = Resources().model(config.model), config.latency
-    require_length(shape, loaded)
-    with attach(loaded.model) as attached, two_memories(config, attached) as (_, link):
-        setup = prepare(config, loaded, attached, lambda: decode_rows(shape))
-        options = {"placement": config.placement, "gpu_cache": config.gpu_cache, "pinned": config.platform.pinned}
-        options["link"] = link if config.placement in BEHIND_LINK else None
-        with closing(open_live(attached, setup, shape.gen_len, **options)) as session:
-            found = _profiled(session, prompt_ids(config, loaded).to(attached.device))
-            pinned_gib = session.pinned_bytes / GIB
+    with (
+        live(config, loaded, lambda: decode_rows(shape)) as (open_session, _),
+        closing(open_session(shape.gen_len)) as session,
+    ):
+        device = session.attached.device
+        found = _profiled(session, prompt_ids(config, loaded, shape.batch_size).to(device))
+        pinned_gib = session.pinned_bytes / GIB
     path.parent.mkdir(parents=True, exist_ok=True)
     found.export_chrome_trace(str(path))
     order = "self_cpu_time_total"
-    if attached.device.type == "cuda":
+    if device.type == "cuda":
         order = "self_device_time_total"
         peak_gib = torch.cuda.max_memory_allocated() / GIB
         print(f"peak of the device {peak_gib:.2f} GiB, page-locked {pinned_gib:.2f} GiB")

@@ -16,7 +16,6 @@ from harness.model.generation import short
 HARMLESS = {"cache_position", "num_items_in_batch", "tokenizer"}
 """Further arguments of a model's `forward`. `cache_position` follows from the cache. The
 `tokenizer` is that of stop strings, which transformers' `generate` hands on."""
-IGNORED_LABEL = -100
 
 
 def by_name(
@@ -86,15 +85,4 @@ def require_positions(given: Tensor | None, expected: Tensor, real: Tensor | boo
         raise UserError(
             "position_ids: an attached model counts a sequence's tokens from 0; leave position_ids "
             "out"
-        )
-
-
-def require_predicted(labels: Tensor, real: Tensor, decoded: Tensor, prompt: int) -> None:
-    """Raise UserError for labels [batch, rows] of tokens that no decoded row predicts."""
-    targets = pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
-    predicted = decoded & pad(real[:, 1:], (0, 1))
-    if bool((targets & ~predicted).any()):
-        raise UserError(
-            f"labels: the tokens of the prompt (prefill_len={prompt}) and padding are not "
-            f"predicted by the method; set their labels to {IGNORED_LABEL}"
         )

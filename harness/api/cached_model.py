@@ -1,6 +1,6 @@
-"""A transformers model whose own calls run on a method's live cache: `harness.attach` makes one.
+"""A transformers model whose own calls run on a method's live cache: `harness.attach`.
 
-    with attach(model) as attached, CachedModel(attached, method) as cached:
+    with harness.attach(model, method="h2o", budget=0.2) as cached:
         ids = model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=True)
         print(cached.usage)
 
@@ -16,17 +16,18 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from harness.api.arguments import (
     by_name,
@@ -35,12 +36,14 @@ from harness.api.arguments import (
     require_continued,
     require_harmless,
     require_positions,
-    require_predicted,
 )
+from harness.api.interface import Model, in_memory, network_of, require_tokenizer
 from harness.api.outputs import MethodCache, Usage
-from harness.decode.links import Links
 from harness.decode.session import LiveSession
+from harness.decode.weights import streamed_weights
 from harness.errors import UserError
+from harness.files import stated_memory
+from harness.model.attach import attach as attach_decoder
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats, with_budget_as_stored
 from harness.model.calls import replaced_forward, replaced_method
@@ -48,9 +51,13 @@ from harness.model.generation import Settings, require_count, short
 from harness.model.passes import require_eager
 from harness.model.prompts import positions_of
 from harness.replay.session import Setup
-from harness.settings.config import Placement
-from methods.base import Calibration, Method, TokenCounts
-from methods.codecs.split import CacheCodec
+from harness.replay.setup import prepare
+from harness.settings.task_config import NEW_TOKENS
+from harness.speed.memories import compute_threads, two_memories
+from methods.base import TokenCounts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRANSFORMERS_NEW_TOKENS = 20
 """What transformers' `generate` makes where nothing says how many tokens."""
@@ -65,32 +72,102 @@ SCORE_WITH = (
 )
 
 
+@contextmanager
+def attach(
+    model: PreTrainedModel | Model,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    method: str = "infinigen",
+    budget: float | str | None = None,
+    max_new_tokens: int | None = None,
+    prefill_len: int | None = None,
+    **settings: Any,
+) -> Iterator[CachedModel]:
+    """Run a loaded transformers model on a method's live cache, whoever calls it.
+
+    Inside the `with` block the model's own `generate` and forward pass use the method's cache, also
+    where a pipeline, a streamer in another thread, or lm-eval's `HFLM` calls them.
+    `cached.generate` is the same. `cached.usage` has TTFT, TPOT and bytes. `model(ids,
+    use_cache=True)` runs a prompt, and its `past_key_values` take the rows after it. `model(ids)`
+    is a whole text, which needs `prefill_len`: `HFLM`, which does not say where a context ends,
+    takes 1, and batches of one. The model is left as it was. It takes one `attach` or run at a
+    time, of all threads.
+
+    Args:
+        model: a loaded transformers model, or a `Model`.
+        tokenizer: needed by methods that read a text; by default the one at the model's
+        `name_or_path`. method, budget, settings: as of `Model.generate`. A budget is met for each
+        call's lengths.
+        max_new_tokens: tokens for which the cache of such a prompt has room. T, on which a
+            method's budget depends, is the prompt and these; `generate` knows its own. None: the
+            model's `generation_config`, else 64.
+        prefill_len: how many first tokens of a whole text, `model(input_ids)` or with `labels`, are
+            its prompt; the method decodes all others. Logits before that are NaN.
+
+    Raises:
+        UserError: the model is refused or attached already, a setting is wrong, or there is no
+            tokenizer to calibrate with.
+    """
+    for name, value in {"max_new_tokens": max_new_tokens, "prefill_len": prefill_len}.items():
+        if value is not None:
+            require_count(name, value)
+    with ExitStack() as stack:
+        attached = stack.enter_context(attach_decoder(network_of(model)))
+        held = in_memory(model, tokenizer)
+        own = {"experiment": "generate", "prompt": "-", "method": method, "budget": budget}
+        config = held.configured(own, settings)
+        loaded, platform = held.loaded, config.platform
+        reads_text = config.method.needs_calibration or config.method.rereads_prompt
+        if reads_text or config.budget_is_measured:
+            require_tokenizer(loaded, method)
+        stack.enter_context(stated_memory(platform.host_gib))
+        stack.enter_context(compute_threads(attached.device))
+        asked = None
+        if not config.budget_is_measured:  # else once, on a text of which half is the prompt
+            asked, config = config.budget, replace(config, budget=None)
+        setup = prepare(config, loaded, attached, lambda: [TokenCounts(1, 1, 2)])
+        if max_new_tokens is None:
+            max_new_tokens = Settings(attached.model, {}).get("max_new_tokens") or NEW_TOKENS
+        _, link = stack.enter_context(two_memories(config, attached))
+        streamed = streamed_weights(
+            attached, link, platform.weights_on_device, pinned=platform.pinned
+        )
+        stack.enter_context(streamed)
+        cached = CachedModel(
+            attached,
+            setup,
+            {"placement": config.placement, "link": link, "pinned": platform.pinned},
+            asked,
+            nearest=config.budget_rule == "nearest",
+            max_new_tokens=max_new_tokens,
+            prefill_len=prefill_len,
+            max_length=loaded.max_length,
+            tokenizer=loaded.tokenizer,
+        )
+        yield stack.enter_context(cached)
+
+
 @dataclass(eq=False)
 class CachedModel:
     """An attached model on a method's cache, which stands in for the model inside its `with` block.
 
-    budget: share of the full cache that a step is to read, met for each call's lengths; None takes
-    the method as it is. nearest: accept the nearest possible budget. max_new_tokens: tokens for
-    which a prompt's cache has room where no `generate` says it: T = prompt + max_new_tokens, at
-    most `max_length`. prefill_len: how many first tokens of a whole text are its prompt; None:
-    whole texts are refused. max_length: the model's limit in tokens; None: none. tokenizer: finds
-    `stop_strings` where a call of `generate` gives none. The other fields are those of
-    `LiveSession`. usage: of the last `generate` or scored text; None before the first.
+    options: of `LiveSession`, such as placement and link. budget: share of the full cache that a
+    step is to read, met for each call's lengths; None takes the method as it is. nearest: accept
+    the nearest possible budget. max_new_tokens: tokens for which a prompt's cache has room where no
+    `generate` says it: T = prompt + max_new_tokens, at most `max_length`. prefill_len: how many
+    first tokens of a whole text are its prompt; None: whole texts are refused. max_length: the
+    model's limit in tokens; None: none. tokenizer: finds `stop_strings` where a call of `generate`
+    gives none. usage: of the last `generate` or scored text; None before the first.
 
     Calls from several threads take turns. What it does not have itself is the model's: `device`,
     `config`, ...
     """
 
     attached: Attached
-    method: Method
+    setup: Setup
+    options: Mapping[str, Any] = field(default_factory=dict)
     budget: float | None = None
     nearest: bool = False
-    codec: CacheCodec | None = None
-    calibration: Calibration | None = None
-    placement: Placement = "device"
-    link: Links | None = None
-    gpu_cache: float = 0
-    pinned: bool = True
     max_new_tokens: int = 64
     prefill_len: int | None = None
     max_length: int | None = None
@@ -105,7 +182,7 @@ class CachedModel:
         self._is_open = False
         self._in_place = ExitStack()
         self._caches: WeakSet[MethodCache] = WeakSet()
-        self._with_budget: dict[tuple[tuple[int, int], ...], Method] = {}
+        self._setups: dict[tuple[tuple[int, int], ...], Setup] = {}
 
     def __enter__(self) -> CachedModel:
         model: Any = self.attached.model
@@ -150,14 +227,12 @@ class CachedModel:
     def generate(self, *args: Any, **settings: Any) -> Any:
         """transformers' `generate` on the method's cache: returns ids [batch, prompt + new tokens].
 
-        The first argument is input_ids, int [batch, prompt], padding on the left. settings: any of
-        transformers', such as attention_mask, max_new_tokens, do_sample, temperature, streamer. T
-        is the prompt and the largest number of new tokens: max_new_tokens, else what max_length
-        leaves, else transformers' 20. past_key_values: what `new_cache` or the model's call
-        returned. The input_ids then are the whole sequence, and the columns that are not in the
-        cache yet are decoded row by row; T is the cache's. What the model's own file says of a
-        cache plays no part. Raises UserError for arguments that are not taken, padding on the
-        right, and lengths beyond the model's limit.
+        The first argument is input_ids, int [batch, prompt], padding on the left. T is the prompt
+        and the largest number of new tokens: max_new_tokens, else what max_length leaves, else
+        transformers' 20. past_key_values: what `new_cache` or the model's call returned. The
+        input_ids then are the whole sequence, and the columns that are not in the cache yet are
+        decoded row by row; T is the cache's. Raises UserError for arguments that are not taken,
+        padding on the right, and lengths beyond the model's limit.
         """
         self._require_open()
         require_eager()
@@ -176,7 +251,7 @@ class CachedModel:
                 num_wanted = max(1, min(num_wanted, self.max_length - ids.shape[1]))
         is_kept = cache is not None
         if cache is None:
-            cache = self._new_cache(num_wanted)
+            cache = self.new_cache(num_wanted)
         elif cache.follows_prompt:  # a further turn
             session = cache.require_open()
             cache.require_begins(ids)
@@ -204,10 +279,7 @@ class CachedModel:
         self._require_open()
         if max_new_tokens is None:
             max_new_tokens = self.max_new_tokens
-        return self._new_cache(require_count("max_new_tokens", max_new_tokens))
-
-    def _new_cache(self, max_new_tokens: int) -> MethodCache:
-        cache = MethodCache(self.attached, max_new_tokens)
+        cache = MethodCache(self.attached, require_count("max_new_tokens", max_new_tokens))
         self._caches.add(cache)
         return cache
 
@@ -215,13 +287,9 @@ class CachedModel:
         """`past_key_values` of a call; UserError for a cache that this model has not made."""
         if cache is None or cache in self._caches:
             return cache
-        if isinstance(cache, MethodCache):
-            why = "the cache of another attached model; give one that this model made"
-            raise UserError(f"past_key_values: {cache.why_closed or why}")
-        raise UserError(
-            f"past_key_values={short(cache)}: an attached model makes its own cache; leave it out "
-            "of the first call, or give cached.new_cache()"
-        )
+        own = "an attached model makes its own cache; leave it out of the first call, or give "
+        why = getattr(cache, "why_closed", None) or f"{own}cached.new_cache()"
+        raise UserError(f"past_key_values={short(cache)}: {why}")
 
     # forward
 
@@ -238,6 +306,7 @@ class CachedModel:
             self._require_open()
             return self._forward(**by_name(self._parameters, args, kwargs))
 
+    @can_return_tuple
     def _forward(
         self,
         *,
@@ -248,7 +317,6 @@ class CachedModel:
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        return_dict: bool | None = None,
         **others: Any,
     ) -> Any:
         """`forward`, of arguments by name."""
@@ -275,17 +343,14 @@ class CachedModel:
             logits, loss = self._score(ids, attention_mask, position_ids, labels)
         else:
             if cache is None:
-                cache = self._new_cache(self.max_new_tokens)
+                cache = self.new_cache()
             logits = self._prefill(cache, ids, attention_mask, position_ids)
 
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep]
         elif logits_to_keep:
             logits = logits[:, -logits_to_keep:]
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        if return_dict is None:
-            return_dict = getattr(model.config, "return_dict", True)
-        return output if return_dict else output.to_tuple()
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The model's own loss."""
@@ -307,7 +372,10 @@ class CachedModel:
             )
         require_positions(positions, positions_of(real), real)
         first = int(real.any(0).long().argmax())  # the columns before it are padding alone
-        session = self.open_session(real[:, first:], self._room(cache, int(real.sum(-1).max())))
+        lengths = real.sum(-1).tolist()
+        room = self._room(cache, max(lengths))
+        setup = self.setup_at([(prompt, prompt + room) for prompt in lengths])
+        session = setup.live(self.attached, room, **self.options)
         try:
             last = session.prefill(ids[:, first:], real[:, first:])
         except BaseException:
@@ -366,25 +434,36 @@ class CachedModel:
         them, though it is not given: lm-eval's `HFLM` leaves it out.
         """
         began = time.perf_counter()
-        prompt = self._prompt_of_text(ids, mask)
+        batch, num_rows = ids.shape
+        prompt = self.prefill_len
+        if prompt is None:
+            raise UserError(
+                f"a text of {num_rows} rows without a cache: which of them are its prompt is not "
+                f"known; to score it by the method {SCORE_WITH}; a prompt to go on from takes "
+                "use_cache=True and no labels"
+            )
+        if mask is None and batch > 1 and not self.setup.method.reads_all:
+            raise UserError(
+                f"a batch of {batch} texts without attention_mask: padding on the right looks like "
+                "tokens, and T, on which the method's budget depends, would count it; give "
+                "attention_mask, or one text a call (lm-eval's HFLM: batch_size=1)"
+            )
         real = real_tokens(ids, mask)
         require_positions(positions, positions_of(real), real)
         lengths: list[int] = real.sum(-1).tolist()
-        shortest, longest, num_rows = min(lengths), max(lengths), ids.shape[1]
-        if self.max_length is not None and longest > self.max_length:
+        if self.max_length is not None and max(lengths) > self.max_length:
             raise UserError(
-                f"input_ids: a text of {longest} tokens, and the model takes {self.max_length}"
+                f"input_ids: a text of {max(lengths)} tokens, and the model takes {self.max_length}"
             )
-        if shortest <= prompt:
+        if min(lengths) <= prompt:
             raise UserError(
-                f"prefill_len={prompt}: a text of {shortest} tokens leaves no row that the method "
-                "decodes; give longer texts, or past_key_values where these tokens continue a "
-                "prompt"
+                f"prefill_len={prompt}: a text of {min(lengths)} tokens leaves no row that the "
+                "method decodes; give longer texts, or past_key_values where these tokens continue "
+                "a prompt"
             )
         more = 1 if labels is None else 0
-        method = self._method_at([(prompt, length + more) for length in lengths])
-        setup = Setup(method, self.codec, self.calibration, self.gpu_cache)
-        reads, scored, decoded = ReadStats(), [], torch.zeros_like(real)
+        setup = self.setup_at([(prompt, length + more) for length in lengths])
+        reads, scored = ReadStats(), []
         for row, length in enumerate(lengths):
             first = int(real[row].long().argmax())
             end = first + length
@@ -402,74 +481,44 @@ class CachedModel:
             session.reads.check_fired()
             reads += session.reads
             # The prompt's last row predicts the first token that the method decodes.
-            begin = first + prompt - 1
             found = self.attached.logits(torch.cat([dense[:, -1:], hidden], 1))[0]
-            scored.append(pad(found, (0, 0, begin, num_rows - end), value=math.nan))
-            decoded[row, begin:end] = True
+            around = (0, 0, first + prompt - 1, num_rows - end)
+            scored.append(pad(found, around, value=math.nan))
         logits = torch.stack(scored)
         self.usage = Usage(
-            steps=sum(lengths) - prompt * len(ids),
+            steps=sum(lengths) - prompt * batch,
             score_s=time.perf_counter() - began,
             budget=reads.budget,
             tokens_evicted=reads.tokens_evicted,
         )
-        loss = None
-        if labels is not None:
-            require_predicted(labels.to(ids.device), real, decoded, prompt)
-            loss = self._loss(logits, labels)
+        loss = None if labels is None else self._loss(logits, labels)
+        if loss is not None and loss.isnan():
+            raise UserError(
+                f"labels: the tokens of the prompt (prefill_len={prompt}) and padding are not "
+                "predicted by the method; set their labels to -100"
+            )
         return logits, loss
 
-    def _prompt_of_text(self, ids: Tensor, mask: Tensor | None) -> int:
-        """The tokens of a text's prompt; UserError where they, or the text's own, are not known."""
-        batch, num_rows = ids.shape
-        if self.prefill_len is None:
-            raise UserError(
-                f"a text of {num_rows} rows without a cache: which of them are its prompt is not "
-                f"known; to score it by the method {SCORE_WITH}; a prompt to go on from takes "
-                "use_cache=True and no labels"
-            )
-        if mask is None and batch > 1 and not self.method.reads_all:
-            raise UserError(
-                f"a batch of {batch} texts without attention_mask: padding on the right looks like "
-                "tokens, and T, on which the method's budget depends, would count it; give "
-                "attention_mask, or one text a call (lm-eval's HFLM: batch_size=1)"
-            )
-        return self.prefill_len
-
-    # The method at the lengths of a call
-
-    def open_session(self, real: Tensor, max_new_tokens: int) -> LiveSession:
-        """The session of a batch; real: bool [batch, prompt], False for padding."""
-        prompts = real.sum(-1).tolist()
-        method = self._method_at([(prompt, prompt + max_new_tokens) for prompt in prompts])
-        setup = Setup(method, self.codec, self.calibration, self.gpu_cache)
-        return setup.live(
-            self.attached,
-            max_new_tokens,
-            placement=self.placement,
-            link=self.link,
-            pinned=self.pinned,
-        )
-
-    def _method_at(self, lengths: list[tuple[int, int]]) -> Method:
-        """The method of the asked budget for sequences of (prompt tokens, T)."""
+    def setup_at(self, lengths: list[tuple[int, int]]) -> Setup:
+        """The method of the asked budget for sequences of (prompt tokens, T), with its codec."""
         if self.budget is None:
-            return self.method
+            return self.setup
         key = tuple(sorted(lengths))
-        if key not in self._with_budget:
+        if key not in self._setups:
             rows = []
             for prompt, final in lengths:
                 for cached in range(prompt, max(prompt + 1, final - 1)):
                     rows.append(TokenCounts(cached, prompt, final))
-            self._with_budget[key] = with_budget_as_stored(
-                self.method,
-                self.codec,
+            method = with_budget_as_stored(
+                self.setup.method,
+                self.setup.codec,
                 self.attached.geometry,
                 rows,
                 self.budget,
                 nearest=self.nearest,
             )
-        return self._with_budget[key]
+            self._setups[key] = replace(self.setup, method=method)
+        return self._setups[key]
 
 
 def _require_room(session: LiveSession, num_rows: int) -> None:

@@ -37,9 +37,9 @@ from harness.results.record import read_record
 from harness.results.samples import full_runs
 from harness.results.table_rows import frames_of
 from harness.run.compose import load as load_settings
-from harness.run.hints import source_of_model
 from harness.run.runner import Run, report, require_devices, users_faults
 from harness.run.runner import run as start
+from harness.run.words import source_of_model
 from harness.scoring.progress import bar, quietly
 from harness.settings.config import ModelConfig, RunConfig
 from harness.speed.ask import ask_all
@@ -48,8 +48,19 @@ from harness.speed.generate import Generated, new_tokens_of, run_generate
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from harness.api.method_lm import MethodLM
 
 log = logging.getLogger(__name__)
+
+OF_A_COMMAND = ("sweep", "status")
+"""Settings of a command line that no single run has."""
+OF_A_CALL = ("method", "budget", "experiment", "prompt", "tasks")
+"""Settings that each measurement is given anew."""
+OF_LM_EVAL = (
+    "tasks", "num_samples", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn",
+    "system_instruction", "include_path", "metadata", "data", "repeats",
+)  # fmt: skip
+"""Settings of `Model.tasks` that lm-eval decides where it evaluates."""
 
 
 def load(
@@ -74,12 +85,46 @@ def load(
     require_no_tokenizer(tokenizer)
     name, value = source_of_model(str(model)) or ("model", str(model))
     chosen = Model(Resources(), with_given({name: value}, settings))
-    config = chosen.configured()
+    config = chosen.configured({}, {})
     require_devices([config])
     with stated_memory(config.platform.host_gib):
         loaded = chosen.resources.model(config.model)
         loaded.as_loaded = digest_of(loaded.model)
     return chosen
+
+
+def lm(
+    model: PreTrainedModel | Model,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    method: str = "infinigen",
+    budget: float | str | None = None,
+    **settings: Any,
+) -> MethodLM:
+    """A model under a method for lm-eval: `lm_eval.simple_evaluate(model=lm(...), tasks=[...])`.
+
+    Log-likelihoods and texts are those of `Model.tasks` with the same settings. lm-eval chooses
+    tasks and examples.
+
+    Args:
+        model: a loaded transformers model, which is put into evaluation mode, or a `Model`.
+        tokenizer: of a loaded transformers model; by default the one at its `name_or_path`.
+        method, budget: as of `Model.tasks`; the budget is met for each task by itself.
+        settings: such as prefill="question", too_long="truncate", temperature=0.6,
+        `**{"method.alpha": 4}`.
+
+    Raises:
+        UserError: the model is refused, it has no tokenizer, or a setting is wrong or one of
+        lm-eval's own.
+    """
+    from harness.api.method_lm import MethodLM  # lm-eval takes seconds to import
+
+    _refuse(settings, OF_LM_EVAL, "lm-eval decides it, by its own arguments")
+    held = in_memory(model, tokenizer)
+    own = {"experiment": "tasks", "method": method, "budget": budget}
+    config = held.configured(own, settings)
+    require_tokenizer(held.loaded, method)
+    return MethodLM(config, held.loaded)
 
 
 def in_memory(
@@ -113,21 +158,18 @@ def require_no_tokenizer(tokenizer: object) -> None:
         raise UserError(f"tokenizer={tokenizer}: the model has its own; leave it out")
 
 
-def tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model's files. Raises UserError where there is none."""
+def require_tokenizer(loaded: LoadedModel, method: str) -> None:
+    """Take the tokenizer beside the model's files where none was given. Raises UserError where
+    there is none."""
     from transformers import AutoTokenizer
 
+    if loaded.reader is not None:
+        return
     try:
-        return AutoTokenizer.from_pretrained(loaded.model.name_or_path)
+        loaded.tokenizer = AutoTokenizer.from_pretrained(loaded.model.name_or_path)
     except (OSError, ValueError) as error:
         why = "reads text; give the model's tokenizer, tokenizer="
         raise UserError(f"method={method}: {why}") from error
-
-
-OF_A_COMMAND = ("sweep", "status")
-"""Settings of a command line that no single run has."""
-OF_A_CALL = ("method", "budget", "experiment", "prompt", "tasks")
-"""Settings that each measurement is given anew."""
 
 
 def _refuse(settings: Mapping[str, Any], groups: Collection[str], why: str) -> None:
@@ -167,28 +209,27 @@ class Model:
     @property
     def loaded(self) -> LoadedModel:
         """The transformers model, its tokenizer and its name."""
-        return self.resources.model(self.configured().model)
+        return self.resources.model(self.configured({}, {}).model)
 
-    def configured(self, *, budget: float | str | None = None, **settings: Any) -> RunConfig:
-        """The checked settings of a run. A model in memory decides model and platform."""
-        _refuse(settings, ("model",), "the model is loaded; harness.load takes it")
-        given = self.settings | settings | {"budget": budget}
-        _refuse(given, OF_A_COMMAND, "is for the command line alone")
-        given = {name: value for name, value in given.items() if value is not None}
+    def configured(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> RunConfig:
+        """The checked settings of a run: a call's own, and those that it was given. A model in
+        memory decides model and platform. Raises UserError for a setting that is wrong, or that
+        both have."""
+        _refuse(given, ("model",), "the model is loaded; harness.load takes it")
+        settings = self.settings | with_given(own, given)
+        _refuse(settings, OF_A_COMMAND, "is for the command line alone")
+        settings = {name: value for name, value in settings.items() if value is not None}
         loaded = self.resources.loaded
-        if loaded is not None:
-            device: Any = loaded.model.device.type
-            dtype: Any = str(loaded.model.dtype).removeprefix("torch.")
-            given = {"platform": device, **given}
-        config = load_settings(given)
         if loaded is None:
-            return config
+            return load_settings(settings)
+        device: Any = loaded.model.device.type
+        dtype: Any = str(loaded.model.dtype).removeprefix("torch.")
+        config = load_settings({"platform": device, **settings})
         return replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))
 
     def generate(
         self,
-        prompt: str | None = None,
-        /,
+        prompt: str,
         method: str = "infinigen",
         budget: float | str | None = None,
         quiet: bool = False,
@@ -196,18 +237,17 @@ class Model:
     ) -> Generated:
         """Continue a prompt with a method's live cache, greedily unless a temperature is set.
 
-        prompt: by place or by name. method: a name of `conf/method` or a file. quiet: show no
+        prompt: text. method: a name of `conf/method` or a file. quiet: show no
             progress bar. settings: such as max_new_tokens=64, placement="device", temperature=0.7,
             top_p=0.9, seed=1.
 
         Returns:
             Text, TTFT, TPOT, tokens/s and bytes over the link, which `print` shows.
         """
-        settings = with_given({"experiment": "generate", "prompt": prompt}, settings)
-        prompt = settings.get("prompt")
         if not isinstance(prompt, str):
             raise UserError(f"prompt={prompt!r}: must be text")
-        config = self.configured(method=method, budget=budget, **settings)
+        own = {"experiment": "generate", "prompt": prompt, "method": method, "budget": budget}
+        config = self.configured(own, settings)
         with users_faults(config), quietly(quiet):
             loaded = self.resources.model(config.model)
             num_prompt = len(prompt_ids(prompt, loaded.reader))
@@ -252,20 +292,13 @@ class Model:
         if not isinstance(context, str) or not context:
             raise UserError(f"context={context!r}: must be text, and not empty")
         questions = _listed("questions", questions, "Who?")
-        config = self.configured(
-            method=method,
-            budget=budget,
-            **with_given({"experiment": "generate", "prompt": context}, settings),
-        )
+        own = {"experiment": "generate", "prompt": context, "method": method, "budget": budget}
+        config = self.configured(own, settings)
         with users_faults(config), quietly(quiet):
             loaded = self.resources.model(config.model)
             with bar(total=None, desc="ask", unit="step") as shown:
                 answers, context_s = ask_all(
-                    config,
-                    loaded,
-                    questions,
-                    begin=shown.reset,
-                    on_step=shown.update,
+                    config, loaded, questions, begin=shown.reset, on_step=shown.update
                 )
         answered = pd.DataFrame(answers)
         answered.insert(0, "question", questions)
@@ -288,8 +321,8 @@ class Model:
             on stderr. settings: such as num_windows=2, seq_len=1024.
         Returns a frame with a line for each method; see `frame`.
         """
-        run = {"experiment": "perplexity", "corpus.path": text}
-        return self._measured(methods, budget, run, settings, quiet)
+        own = {"experiment": "perplexity", "corpus.path": text, "budget": budget}
+        return self._measured(methods, own, settings, quiet)
 
     def tasks(
         self,
@@ -305,54 +338,57 @@ class Model:
             num_samples=50, num_fewshot=5, temperature=0.6, repeats=4.
         Returns a frame with a line for each method; see `frame`.
         """
-        run = {"experiment": "tasks", "tasks": _listed("tasks", tasks, "kv_recall")}
-        return self._measured(methods, budget, run, settings, quiet)
+        tasks = _listed("tasks", tasks, "kv_recall")
+        own = {"experiment": "tasks", "tasks": tasks, "budget": budget}
+        return self._measured(methods, own, settings, quiet)
 
-    def _measured(self, *asked: Any) -> pd.DataFrame:
-        with unchanged(self.loaded.model):
-            return self._rows(*asked)
-
-    def _rows(
+    def _measured(
         self,
         methods: Sequence[str],
-        budget: float | str | None,
-        run: Mapping[str, Any],
+        own: Mapping[str, Any],
         settings: Mapping[str, Any],
         quiet: bool,
     ) -> pd.DataFrame:
+        """The frame of a run under each method, which nobody changes the model meanwhile."""
+        with unchanged(self.loaded.model):
+            runs = []
+            for method in _listed("methods", methods, "full"):
+                config = self.configured({"method": str(method), **own}, settings)
+                runs.append(Run.of(config, self.resources))
+            self.resources.shares_prompts = sum(not todo.is_finished() for todo in runs) > 1
+            try:
+                return frame(self._records(runs, quiet))
+            finally:
+                self.resources.end_sharing()
+
+    def _records(self, runs: Sequence[Run], quiet: bool) -> list[dict[str, Any]]:
+        """The records of runs. One that is refused, as for a prompt that is too short for its
+        method, costs the others nothing."""
+
         def say(line: str) -> None:
             if not quiet:
                 print(line, file=sys.stderr, flush=True)
 
-        runs = []
-        for method in _listed("methods", methods, "full"):
-            settings_of_run = with_given({"method": str(method), **run}, settings)
-            config = self.configured(budget=budget, **settings_of_run)
-            runs.append(Run.of(config, self.resources))
         records = []
         refusals: list[UserError] = []
-        self.resources.shares_prompts = sum(not todo.is_finished() for todo in runs) > 1
-        try:
-            for number, todo in enumerate(runs, 1):
-                is_new = not todo.is_finished()
-                if is_new:
-                    say(f"{todo.title}: running, {number} of {len(runs)}")
-                try:
-                    with quietly(quiet):
-                        path = start(todo, self.resources, say=say)
-                except UserError as error:  # a prompt that is too short for it, which others take
-                    log.warning("%s: no row, %s", todo.title, error)
-                    refusals.append(error)
-                    continue
-                report([path])
-                records.append(read_record(path))
-                if is_new:
-                    say(f"{todo.title}: took {records[-1]['seconds']:.0f} s; {path}")
-        finally:
-            self.resources.end_sharing()
+        for number, todo in enumerate(runs, 1):
+            is_new = not todo.is_finished()
+            if is_new:
+                say(f"{todo.title}: running, {number} of {len(runs)}")
+            try:
+                with quietly(quiet):
+                    path = start(todo, self.resources, say=say)
+            except UserError as error:
+                log.warning("%s: no row, %s", todo.title, error)
+                refusals.append(error)
+                continue
+            report([path])
+            records.append(read_record(path))
+            if is_new:
+                say(f"{todo.title}: took {records[-1]['seconds']:.0f} s; {path}")
         if not records:
             raise refusals[0]
-        return frame(records)
+        return records
 
 
 def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -21,8 +21,7 @@ import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import model_registry
 
-from harness.api.attaching import lm
-from harness.api.interface import load
+from harness.api.interface import lm, load
 from harness.api.method_lm import MethodLM
 from harness.data.task_plan import COMPLAINTS
 from harness.errors import UserError, code_of_stop, exit_code, nearest, reason
@@ -71,11 +70,11 @@ class KVModel(MethodLM):
         if device not in PLATFORMS:
             raise UserError(f"device={device}: {nearest(device, PLATFORMS)}")
         on_cpu = device == DEFAULT_DEVICE and not torch.cuda.is_available()
-        of_model: dict[str, Any] = {"platform": "cpu" if on_cpu else PLATFORMS[device]}
-        if dtype != "auto":
-            of_model["model.dtype"] = dtype
-        if trust_remote_code is not False:
-            of_model["model.trust_remote_code"] = trust_remote_code
+        of_model: dict[str, Any] = {
+            "platform": "cpu" if on_cpu else PLATFORMS[device],
+            "model.dtype": None if dtype == "auto" else dtype,
+            "model.trust_remote_code": trust_remote_code,
+        }
         of_method: dict[str, Any] = {}
         for name, value in settings.items():
             if isinstance(value, str):  # lm-eval itself has read true, false, none and numbers

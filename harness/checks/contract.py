@@ -28,8 +28,6 @@ from harness.checks.two_ways import (
     Result,
     Trial,
     largest_difference,
-    open_live,
-    open_replay,
     result_of,
     setup_of,
 )
@@ -155,18 +153,15 @@ def rows_of_the_gpu_cache_are_counted(trial: Trial) -> str:
     if not trial.setup.method.names_rows:
         raise NotAskedError("selects no rows that a GPU cache could hold")
     (ids, real), columns = trial.batch, trial.columns
-    counted = open_replay(trial.attached, trial.setup, real, gpu_cache=GPU_CACHE)
-    counted.prefill(ids[:, :columns], real[:, :columns])
+    counted, _ = trial.prefilled(gpu_cache=GPU_CACHE)
     counted.decode(ids[:, columns:], real[:, columns:])
-    opened = open_live(
-        trial.attached, trial.setup, placement="host", link=trial.link, gpu_cache=GPU_CACHE
-    )
+    opened = trial.open_live(placement="host", link=trial.link, gpu_cache=GPU_CACHE)
     with closing(opened) as session:
         logits = trial.force(session)
         reads = counted.reads
         expected_shares = Result(logits, reads.budget, reads.device_frac, reads.resident_frac)
         _same_shares(result_of(session, logits), expected_shares, "", "in replay")
-        crossed, expected = int(session.loaded_bytes), 0
+        crossed, expected = int(session.traffic.loaded.num_bytes), 0
         policies = [policy for policy in session.policies if policy.kind != "local"]
         for policy, store in zip(policies, session.stores, strict=True):
             if policy.kind == "method" and policy.names_rows:
@@ -214,8 +209,7 @@ def a_fork_is_fresh(trial: Trial) -> str:
     taken from."""
     (ids, real), prompt = trial.batch, trial.columns
     half = prompt + STEPS // 2
-    trunk = open_replay(trial.attached, trial.setup, real)
-    trunk.prefill(ids[:, :prompt], real[:, :prompt])
+    trunk, _ = trial.prefilled()
     trunk.decode(ids[:, prompt:half], real[:, prompt:half])
     index = torch.tensor([*reversed(range(len(ids))), 0], device=ids.device)
     child = trunk.fork(index, ids.shape[1])

@@ -87,38 +87,6 @@ def setup_of(
     return Setup(method, codec, measured)
 
 
-def open_replay(
-    attached: Attached, setup: Setup, real: Tensor, more_columns: int = 0, **options: Any
-) -> ReplaySession:
-    """A replay session for a batch of `token_batch`; options: of `ReplaySession`."""
-    return setup.replay(attached, real.sum(-1), real.shape[1] + more_columns, **options)
-
-
-def replayed_result(session: ReplaySession, hidden: Tensor) -> Result:
-    """Of the hidden states of all rows, [batch, 1 + steps, hidden]."""
-    reads = session.reads
-    shares = reads.budget, reads.device_frac, reads.resident_frac
-    return Result(session.attached.logits(hidden), *shares)
-
-
-def open_live(attached: Attached, setup: Setup, steps: int = STEPS, **options: Any) -> LiveSession:
-    """A live session; options: of `LiveSession`."""
-    return setup.live(attached, steps, **options)
-
-
-def force(
-    session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS, **chosen: Any
-) -> Tensor:
-    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]. chosen: of
-    `token_batch`."""
-    ids, real = token_batch(prompts, steps, device=session.attached.device, **chosen)
-    columns = ids.shape[1] - steps
-    logits = [session.prefill(ids[:, :columns], real[:, :columns])]
-    for step in range(steps):
-        logits.append(session.decode_step(ids[:, columns + step]))
-    return torch.stack(logits, 1)
-
-
 def result_of(session: LiveSession, logits: Tensor) -> Result:
     """Logits and shares of a session that is not yet closed."""
     final, dense_layers = session.batch.lengths.final, session.method.dense_layers
@@ -173,46 +141,66 @@ class Trial:
         self.require_live()
         return self.live()
 
+    def prefilled(
+        self, columns: int | None = None, more_columns: int = 0, **options: Any
+    ) -> tuple[ReplaySession, Tensor]:
+        """A replay session after its prompt of `columns`, and the prompt's hidden states.
+        more_columns: room for others than the batch's; options: of `ReplaySession`."""
+        ids, real = self.batch
+        columns = columns or self.columns
+        final, room = real.sum(-1), ids.shape[1] + more_columns
+        session = self.setup.replay(self.attached, final, room, **options)
+        return session, session.prefill(ids[:, :columns], real[:, :columns])
+
     def replay(self, prefill_len: int | None = None, **options: Any) -> Result:
         """All rows at once. prefill_len: columns of the prompt; options: of `ReplaySession`."""
         ids, real = self.batch
         columns = prefill_len or self.columns
-        session = open_replay(self.attached, self.setup, real, **options)
-        last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
+        session, prompt = self.prefilled(columns, **options)
         rows = session.decode(ids[:, columns:], real[:, columns:])
-        return replayed_result(session, torch.cat([last, rows], 1))
+        return _replayed(session, torch.cat([prompt[:, -1:], rows], 1))
 
     def replay_in_turns(self) -> Result:
         """`replay` in two calls, in which the sequences have unequal numbers of rows, padded
         behind."""
-        (ids, real), columns = self.batch, self.columns
+        ids, _ = self.batch
         is_odd = torch.arange(len(ids), device=ids.device) % 2
         num_first = torch.tensor(ROWS_OF_FIRST_CALL, device=ids.device)[is_odd]
-        session = open_replay(self.attached, self.setup, real, more_columns=self.steps)
-        last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
-        hidden = [[own] for own in last]  # by sequence
+        session, prompt = self.prefilled(more_columns=self.steps)
+        hidden = [[own] for own in prompt[:, -1:]]  # by sequence
         calls = ((torch.zeros_like(num_first), num_first), (num_first, self.steps - num_first))
         for begin, count in calls:
             rows = torch.arange(int(count.max()), device=ids.device)
-            index = (columns + begin[:, None] + rows).clamp(max=ids.shape[1] - 1)
+            index = (self.columns + begin[:, None] + rows).clamp(max=ids.shape[1] - 1)
             valid = rows < count[:, None]
             decoded = session.decode(ids.gather(1, index), valid)
             for sequence in range(len(ids)):
                 hidden[sequence].append(decoded[sequence][valid[sequence]])
-        return replayed_result(session, torch.stack([torch.cat(part) for part in hidden]))
+        return _replayed(session, torch.stack([torch.cat(part) for part in hidden]))
+
+    def open_live(self, **options: Any) -> LiveSession:
+        """A live session; options: of `LiveSession`."""
+        return self.setup.live(self.attached, self.steps, **options)
 
     def live(self, **options: Any) -> Result:
         """The rows of `replay` one step at a time; options: of `LiveSession`."""
-        with closing(open_live(self.attached, self.setup, self.steps, **options)) as session:
+        with closing(self.open_live(**options)) as session:
             return result_of(session, self.force(session))
 
-    def force(self, session: LiveSession) -> Tensor:
-        return force(session, self.prompts, self.steps, seed=self.seed, only=self.only)
+    def force(
+        self, session: LiveSession, after_prompt: Callable[[], object] = lambda: None
+    ) -> Tensor:
+        """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]."""
+        (ids, real), columns = self.batch, self.columns
+        logits = [session.prefill(ids[:, :columns], real[:, :columns])]
+        after_prompt()
+        for step in range(self.steps):
+            logits.append(session.decode_step(ids[:, columns + step]))
+        return torch.stack(logits, 1)
 
     @cached_property
     def on_host(self) -> HostRun:
         """`live` in host placement, listening to the selections."""
-        (ids, real), columns = self.batch, self.columns
         num_kv_heads = self.attached.geometry.num_kv_heads
         selected: Counter[int] = Counter()  # by layer, rows of one token and KV head each
         miscounted = [0.0]
@@ -234,16 +222,15 @@ class Trial:
 
             return listen
 
-        opened = open_live(self.attached, self.setup, placement="host", link=self.link)
-        with closing(opened) as session:
-            logits = [session.prefill(ids[:, :columns], real[:, :columns])]
-            for state in session.states:
-                listen = listening(state.select, isinstance(state, EvictingState))
-                state.select = listen  # type: ignore[method-assign, assignment]
-            for step in range(self.steps):
-                logits.append(session.decode_step(ids[:, columns + step]))
-            decoded = result_of(session, torch.stack(logits, 1))
-            crossed = session.h2d_bytes
+        with closing(self.open_live(placement="host", link=self.link)) as session:
+
+            def listen_to_all() -> None:
+                for state in session.states:
+                    listen = listening(state.select, isinstance(state, EvictingState))
+                    state.select = listen  # type: ignore[method-assign, assignment]
+
+            decoded = result_of(session, self.force(session, listen_to_all))
+            crossed = int(session.traffic.loaded.num_bytes)
             slot_bytes = [store.slot_bytes for store in session.stores]
         expected, method = 0, self.setup.method
         for layer, of_slot in enumerate(slot_bytes):
@@ -271,6 +258,13 @@ class Trial:
         policies = policies_of(self.attached, self.setup.method)
         if any(policy.when == "true_scores" for policy in policies):
             raise NotAskedError("selects by the true scores of all keys, which lie behind no link")
+
+
+def _replayed(session: ReplaySession, hidden: Tensor) -> Result:
+    """The result of hidden states of all rows, [batch, 1 + steps, hidden]."""
+    reads = session.reads
+    shares = reads.budget, reads.device_frac, reads.resident_frac
+    return Result(session.attached.logits(hidden), *shares)
 
 
 def largest_difference(got: Tensor, expected: Tensor) -> float:

@@ -8,7 +8,7 @@ runs of one method on one model the results' own counts, then that of the first 
 
 `board_rows.py` makes the frames. Here are the pages: `page` is `board.md`, `boards` the sheets of
 all boards, `printed` what a terminal shows and `said` the board in sentences. All take the methods
-as a frame of `columns.BOARD`.
+as a frame of the shape `board`.
 """
 
 import argparse

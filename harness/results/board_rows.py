@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from harness.errors import UserError
-from harness.results.columns import IDENTITY, TABLES, names, read_frame, with_columns
+from harness.results.columns import IDENTITY, TABLES, read_frame, with_columns
 from harness.results.metrics import BUDGET, DENSE_LAYERS, EQUAL
 from harness.results.record import Record, in_words
 from harness.results.samples import FULL, is_full
@@ -56,7 +56,7 @@ SAME_STEP = 0.01
 
 def evidence_of(records: Iterable[Record]) -> dict[str, pd.DataFrame]:
     """The tables of finished records, by name; of two runs of one identity the newer counts."""
-    parts = {name: [pd.DataFrame(columns=[*names(TABLES[SHAPES[name]]), "ran"])] for name in SHAPES}
+    parts = {name: [pd.DataFrame(columns=[*TABLES[SHAPES[name]], "ran"])] for name in SHAPES}
     for record in sorted(records, key=itemgetter("started")):
         table = {"tasks": ANSWERS, "latency": STEPS}.get(record["kind"], TEXTS)
         parts[table].append(MEASURED[table](record).assign(**_run(record)))
@@ -234,7 +234,7 @@ def board_of(
     on the model with the most. So a method that ran on one more model stays comparable with the
     others.
 
-    Returns rows of `columns.BOARD`, those of `columns.BOARD_PAIRS` for the first board, and the
+    Returns rows of the shape `board`, those of `board_pairs` for the first board, and the
     models over which no mean goes.
     """
     windows = windows.assign(log=np.log(windows["kl_nats"].where(windows["kl_nats"] > LEAST_KL)))

@@ -95,7 +95,7 @@ def stats_of(session: LiveSession) -> StepStats:
         host_kv_bytes=session.host_bytes,
         device_kv_bytes=session.device_bytes,
         disk_kv_bytes=session.disk_bytes if is_on_disk else None,
-        disk_read_bytes=session.disk_read_bytes if is_on_disk else None,
+        disk_read_bytes=session.traffic.block_bytes if is_on_disk else None,
         tokens_evicted=session.reads.tokens_evicted,
     )
 

@@ -22,24 +22,23 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from torch import Tensor
 
-from harness.checks.two_ways import open_live, open_replay
+from harness.checks.two_ways import Trial, largest_difference
 from harness.data.tasks import load_suite
 from harness.data.text import corpus_ids, windows_of
-from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.files import write_atomic
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.resources import Resources
 from harness.model.shape import read_yaml
-from harness.replay.setup import Setup, prepare
+from harness.replay.setup import prepare
 from harness.results.inputs import code_digest
 from harness.results.metrics import CLAIM, LABEL
 from harness.results.sheet import Sheet, markdown, wrapped
 from harness.run.compose import load
-from harness.scoring.evaluation import ReplayEngine, prefill_of, run_task, running_lm_eval
+from harness.scoring.evaluation import prefill_of, run_task, running_lm_eval
+from harness.scoring.lm import ReplayLM
 from harness.scoring.perplexity import run_perplexity
 from harness.settings.config import RunConfig
 from harness.settings.paths import COMMAND
@@ -47,7 +46,7 @@ from methods.codecs.integers import IntegerCodec
 
 LOOKED_AT = dict(read_yaml(Path(__file__).with_name("trust.yaml")))
 SHARES = (0.05, 0.2)
-PROMPT, STEPS = 256, 8
+PROMPT, STEPS = 256, 7
 EQUAL = 1e-4
 """Largest difference of logits or log-likelihoods that rounding in float32 makes."""
 
@@ -59,16 +58,13 @@ class Seen(NamedTuple):
     words: str
 
 
-class Asked(NamedTuple):
-    """Token ids of each context and choice, their log-likelihoods, and the right answers: here, and
-    by lm-eval's HFLM."""
+class Scored(NamedTuple):
+    """A task as a model scores it: token ids of each context and choice, their log-likelihoods, and
+    the share of right answers."""
 
     ids: list[list[int]]
     scores: list[float]
     right: float
-    own_ids: list[list[int]]
-    own_scores: list[float]
-    own_right: float
 
 
 @dataclass(frozen=True)
@@ -80,21 +76,24 @@ class Subject:
 
     def run(self, *words: str) -> RunConfig:
         """The settings of a run of this model."""
-        made = load(words)
-        return replace(made, model=self.config.model, data=self.config.data)
+        return replace(load(words), model=self.config.model, data=self.config.data)
 
     @contextmanager
-    def living(self, *words: str) -> Iterator[tuple[LiveSession, Setup]]:
-        """A live session of a run with these settings, its cache on the device."""
+    def trial(self, *words: str) -> Iterator[Trial]:
+        """A run with these settings on a prompt of the corpus and `STEPS` rows after it."""
         config = self.run("experiment=latency", "placement=device", *words)
+        text = self.run("experiment=perplexity")
+        ids = corpus_ids(text.corpus, text.data, self.loaded.reader)[: PROMPT + STEPS]
         with attach(self.loaded.model) as attached:
             setup = prepare(config, self.loaded, attached, list)
-            with closing(open_live(attached, setup, STEPS, placement="device")) as session:
-                yield session, setup
+            trial = Trial(attached, None, setup, (PROMPT,), steps=STEPS)
+            tokens = torch.tensor([ids], device=attached.device)
+            trial.batch = tokens, torch.ones_like(tokens, dtype=torch.bool)
+            yield trial
 
     @cached_property
-    def asked(self) -> Asked:
-        """One task, as it is scored here and by lm-eval's own model."""
+    def scored(self) -> tuple[Scored, Scored]:
+        """One task here, and by lm-eval's own model."""
         from lm_eval import evaluate
         from lm_eval.models.huggingface import HFLM
 
@@ -102,31 +101,22 @@ class Subject:
         config = self.run("experiment=tasks", "method=full", f"tasks=[{task}]")
         found = load_suite(config, self.loaded).tasks[task]
         own = HFLM(pretrained=self.loaded.model, tokenizer=self.loaded.tokenizer, batch_size=1)
-        engine = ReplayEngine(config, self.loaded, task, sys.stderr)
+        lm = ReplayLM(config, self.loaded, task, prefill_of(task, config, writes=False, task=found))
 
         def scored(lm: Any) -> tuple[list[float], float]:
-            with running_lm_eval(f"task {task}"):
+            with running_lm_eval():
                 results = evaluate(lm, {"tasks": {task: found}}, limit=count, bootstrap_iters=0)
             scores = []
             for logged in results["samples"][task]:
                 scores += [float(score) for score, _ in logged["filtered_resps"]]
             return scores, results["results"][task]["acc,none"]
 
-        scores, right = scored(engine.lm(prefill_of(task, config, writes=False, task=found)))
-        own_scores, own_right = scored(own)
-        ids = [list(request.ids) for request in engine.requests]
-        own_ids = []
-        for instance in found.instances:
-            context, continuation = own._encode_pair(*instance.args)
-            own_ids.append([*context, *continuation])
-        return Asked(ids, scores, right, own_ids, own_scores, own_right)
-
-    @cached_property
-    def text(self) -> Tensor:
-        """The first tokens of the corpus, [1, PROMPT + STEPS]."""
-        config = self.run("experiment=perplexity")
-        ids = corpus_ids(config.corpus, config.data, self.loaded.reader)
-        return torch.tensor([ids[: PROMPT + STEPS]], device=self.loaded.model.device)
+        here = scored(lm)
+        ids = [list(request.ids) for request in lm.requests]
+        there = scored(own)
+        pairs = [own._encode_pair(*instance.args) for instance in found.instances]
+        own_ids = [[*context, *continuation] for context, continuation in pairs]
+        return Scored(ids, *here), Scored(own_ids, *there)
 
 
 # The checks
@@ -135,13 +125,11 @@ class Subject:
 def one_start_token(subject: Subject) -> Seen:
     """Each prompt begins with as many start tokens as lm-eval's own model gives it, at most one."""
     start = getattr(subject.loaded.tokenizer, "bos_token_id", None)
-    counts = set()
-    for ids in subject.asked.ids:
-        first_other = next(at for at, token in enumerate(ids) if token != start)
-        counts.add(first_other)
-    same = subject.asked.ids == subject.asked.own_ids
+    ours, theirs = subject.scored
+    counts = {next(at for at, token in enumerate(ids) if token != start) for ids in ours.ids}
+    same = ours.ids == theirs.ids
     listed = ", ".join(map(str, sorted(counts)))
-    words = f"{len(subject.asked.ids)} contexts with choices, token ids {_equal(same)} HFLM's"
+    words = f"{len(ours.ids)} contexts with choices, token ids {_equal(same)} HFLM's"
     return Seen(same and max(counts) <= 1, f"{words}; start tokens: {listed}")
 
 
@@ -154,11 +142,13 @@ def the_answer_begins_as_the_task_says(subject: Subject) -> Seen:
     assert tokenizer is not None, "tasks have read text by it"
     ends = []
     for name, task in suite.tasks.items():
-        engine = ReplayEngine(config, subject.loaded, name, sys.stderr)
+        lm = ReplayLM(
+            config, subject.loaded, name, prefill_of(name, config, writes=True, task=task)
+        )
         task.set_config("generation_kwargs", {"max_gen_toks": 1}, update=True)  # none is looked at
-        run_task(task, engine)
+        run_task(task, lm)
         [document] = list(task.eval_docs)[:1]
-        [request] = engine.requests
+        [request] = lm.requests
         prompt = tokenizer.decode(request.ids[: request.context_len])
         ends.append(prompt.rstrip().endswith(document["gen_prefix"].rstrip()))
     return Seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER ({length:,} tokens)")
@@ -188,10 +178,13 @@ def generated_tokens_are_quantized(subject: Subject) -> Seen:
     stored = []
     codec = IntegerCodec("int4")
     for name in ("fp32", codec.name):
-        with subject.living("method=full", f"codec={name}") as (session, _):
-            _steps(session, subject.text)
-            store = session.stores[0]
-            rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS - 1])
+        with (
+            subject.trial("method=full", f"codec={name}") as trial,
+            closing(trial.open_live()) as live,
+        ):
+            trial.force(live)
+            store = live.stores[0]
+            rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS])
             stored.append(rows.keys.float()[:, :, PROMPT:])
     keys, coded = stored
     words = f"{keys.shape[2]} tokens after the prompt under INT4"
@@ -206,8 +199,8 @@ def generated_tokens_are_quantized(subject: Subject) -> Seen:
 
 def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
     """Perplexity by the model's own forward; log-likelihoods and answers by lm-eval's HFLM."""
-    loaded, asked = subject.loaded, subject.asked
-    lengths = (f"seq_len={PROMPT + STEPS}", f"prefill_len={PROMPT // 2}")
+    loaded, (ours, theirs) = subject.loaded, subject.scored
+    lengths = (f"seq_len={PROMPT + STEPS + 1}", f"prefill_len={PROMPT // 2}")
     config = subject.run("experiment=perplexity", "method=full", "num_windows=1", *lengths)
     [window] = windows_of(config, loaded.reader, config.seq_len)
     ids = torch.tensor([window.ids], device=loaded.model.device)
@@ -218,9 +211,9 @@ def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
     [metrics] = run_perplexity(config, loaded).metrics.values()
     perplexity = float(nll.double().mean().exp())
     off = abs(metrics["perplexity"] / perplexity - 1)
-    scores, own_scores = torch.tensor([asked.scores, asked.own_scores], dtype=torch.float64)
-    apart = float((scores - own_scores).abs().max())  # NaN if a score is
-    holds = off < EQUAL and apart < 10 * EQUAL and asked.right == asked.own_right
+    scores, own_scores = torch.tensor([ours.scores, theirs.scores], dtype=torch.float64)
+    apart = largest_difference(scores, own_scores)
+    holds = off < EQUAL and apart < 10 * EQUAL and ours.right == theirs.right
     words = (
         f"perplexity {metrics['perplexity']:.3f}, by transformers {perplexity:.3f}; {len(scores)} "
         f"log-likelihoods within {apart:.0e} of HFLM's, the same answers right"
@@ -231,17 +224,13 @@ def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
 def live_is_replay(subject: Subject) -> Seen:
     """Decode steps, which are timed, and replay, which is scored, give equal logits."""
     apart = {}
-    ids, real = subject.text[:, :-1], torch.ones_like(subject.text, dtype=torch.bool)
     for method in LOOKED_AT["live"]:
-        with subject.living(f"method={method}") as (session, setup):
-            lived = _steps(session, subject.text)
-            replayed = open_replay(session.attached, setup, real)
-            replayed.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-            hidden = replayed.decode(ids[:, PROMPT:], real[:, PROMPT:-1])
-            logits = session.attached.logits(hidden)
-        apart[method] = float((lived - logits).abs().max() / logits.abs().max())
+        with subject.trial(f"method={method}") as trial:
+            logits = trial.replayed.logits
+            difference = largest_difference(trial.on_device.logits, logits)
+        apart[method] = difference / float(logits.abs().max())
     worst = max(apart, key=lambda method: (math.isnan(apart[method]), apart[method]))
-    words = f"{STEPS - 1} steps of {', '.join(apart)}: logits within {apart[worst]:.0e} ({worst})"
+    words = f"{STEPS} steps of {', '.join(apart)}: logits within {apart[worst]:.0e} ({worst})"
     return Seen(apart[worst] < EQUAL, words)
 
 
@@ -253,15 +242,6 @@ CHECKS: dict[str, Callable[[Subject], Seen]] = {
     "the full cache is the model's own": the_full_cache_is_the_models_own,
     "live decoding is replay": live_is_replay,
 }
-
-
-def _steps(session: LiveSession, ids: Tensor) -> Tensor:
-    """The logits of all given tokens after the prompt but the last, [1, STEPS - 1, vocab]."""
-    prompt = ids[:, :PROMPT]
-    session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
-    return torch.stack(
-        [session.decode_step(ids[:, at]) for at in range(PROMPT, PROMPT + STEPS - 1)], 1
-    )
 
 
 def _equal(same: bool) -> str:

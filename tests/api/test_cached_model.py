@@ -14,10 +14,11 @@ from harness.checks.families import tiny_family
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
+from harness.replay.session import Setup
 from methods.full import Full
 from tests.cases import CASES, Case
 from tests.conftest import refused
-from tests.living import PROMPT, PROMPTS, attached_with_link, calibration_of, open_live, replay_ids, tiny, token_batch
+from tests.living import PROMPT, PROMPTS, attached_with_link, open_live, replay_ids, setup_of, tiny, token_batch
 from tests.tokens import byte_tokenizer
 
 NEW = 5
@@ -41,9 +42,8 @@ def cached_of(name: str, placement: str = "host", budget: float | None = None) -
     """The tiny model on the live cache of a case."""
     case = CASES[name]
     with attached_with_link() as (attached, link):
-        options = {"placement": placement, "link": link if placement == "host" else None, "codec": case.codec}
-        calibration = calibration_of(attached)
-        with CachedModel(attached, case.method, budget, calibration=calibration, max_length=256, **options) as cached:
+        options = {"placement": placement, "link": link}
+        with CachedModel(attached, setup_of(attached, case), options, budget, max_length=256) as cached:
             yield cached
 
 
@@ -55,7 +55,7 @@ def test_a_methods_tokens_are_those_of_replay_at_the_budget_asked_for(name, budg
         made = cached.generate(ids, return_dict_in_generate=True, **asked)
         if budget is not None:
             assert cached.usage.budget == pytest.approx(budget, abs=0.02)
-            case = Case(cached.open_session(real.bool(), 20).method)
+            case = Case(cached.setup_at([(prompt, prompt + 20) for prompt in PROMPTS["padded"]]).method)
     with attach(tiny("gqa")) as attached:
         logits, reads = replay_ids(attached, case, made.sequences, real.bool())
     torch.testing.assert_close(torch.stack(made.logits, 1), logits, atol=1e-4, rtol=0)
@@ -121,7 +121,7 @@ def test_windows_and_recurrent_states_go_on(family):
     network = tiny_family(family)
     network.generation_config.eos_token_id = None
     expected = talked(network.generate, DynamicCache(config=network.config))
-    with attach(network) as attached, CachedModel(attached, Full(dense_layers=0)) as cached:
+    with attach(network) as attached, CachedModel(attached, Setup(Full(dense_layers=0), None, None)) as cached:
         assert torch.equal(talked(cached.generate, cached.new_cache(ROOM))[-1], expected[-1])
 
 
@@ -215,7 +215,7 @@ def test_a_pipelines_chat_runs_the_whole_conversation_unless_it_is_given_a_cache
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
     network = tiny_model("llama", num_key_value_heads=2, vocab_size=len(tokenizer))
     network.generation_config.update(eos_token_id=None, pad_token_id=0)
-    with attach(network) as attached, CachedModel(attached, Full(), max_length=512) as cached:
+    with attach(network) as attached, CachedModel(attached, Setup(Full(), None, None), max_length=512) as cached:
         pipe = pipeline("text-generation", model=network, tokenizer=tokenizer)
 
         def chat(**settings: Any) -> tuple[list[str], list[int]]:

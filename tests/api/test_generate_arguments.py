@@ -26,6 +26,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.generation import GenerationRule
 from harness.model.tiny import tiny_model
+from harness.replay.session import Setup
 from harness.settings.task_config import GREEDY
 from methods.full import Full
 from tests.tokens import byte_tokenizer
@@ -33,6 +34,7 @@ from tests.tokens import byte_tokenizer
 TOKENIZER = byte_tokenizer()
 IDS = torch.tensor([TOKENIZER("What is a cache?")["input_ids"]])
 NEW = 6
+FULL = Setup(Full(), None, None)
 PLAIN = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": NEW, "do_sample": False}
 
 
@@ -57,7 +59,7 @@ def new_tokens(model: Any, **asked: Any) -> list[list[int]]:
 
 @contextmanager
 def attached(model: Any) -> Iterator[CachedModel]:
-    with attach(model) as of_model, CachedModel(of_model, Full(), tokenizer=TOKENIZER, max_length=128) as cached:
+    with attach(model) as of_model, CachedModel(of_model, FULL, tokenizer=TOKENIZER, max_length=128) as cached:
         yield cached
 
 

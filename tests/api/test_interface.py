@@ -3,12 +3,10 @@ line that names the argument."""
 
 import importlib.metadata
 import math
-import pwd
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -16,8 +14,7 @@ import torch
 
 import harness
 from harness.errors import UserError
-from harness.files import cache_dir
-from harness.model import dense_prompts
+from harness.model import prompts
 from harness.model.attach import digest_of
 from harness.model.dense_prompts import DensePrompts
 from harness.results.record import read_all
@@ -48,7 +45,7 @@ def test_generate_gives_the_models_own_text_and_its_bytes(model, network):
 
 def test_methods_of_one_call_share_their_dense_prompts(model, network, tmp_path, monkeypatch):
     """Also of a model in memory: each window's prompt runs once, and every number is that of methods that run alone."""
-    kept, asked = calls_of(monkeypatch, dense_prompts, "_run_into_file"), calls_of(monkeypatch, DensePrompts, "get")
+    kept, asked = calls_of(monkeypatch, prompts, "held_prompt"), calls_of(monkeypatch, DensePrompts, "get")
     methods = ["full", "h2o", "streaming"]
     words = {"budget": "nearest:0.6", "quiet": True}
     together = model.perplexity(methods=methods, **words)
@@ -156,9 +153,7 @@ def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):
     ("act", "said"),
     [
         (lambda model: harness.load("smollm2"), "^model=smollm2: did you mean 'smollm2-135m'"),
-        (lambda model: model.perplexity(methods=["h2p"]), "h2p"),
         (lambda model: model.perplexity("none.txt"), "corpus.path=none.txt: no such file"),
-        (lambda model: model.perplexity(budget=2), "budget=nearest:2|budget=2"),
         (lambda model: model.generate(PROMPT, method="oracle"), "true scores"),
         (lambda model: model.tasks(["no_such_task"]), "no_such_task"),
         (lambda model: harness.attach(model, method="full", alpha=3).__enter__(), "alpha"),
@@ -201,37 +196,47 @@ def named(given: object) -> str:
     return re.sub(r" at 0x\w+", "", ascii(given))[:20]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [None, 5, 3.5, True, Anything(), b"x", [], {}, torch.nn.Linear(2, 2), "", "~nobody_of_this_name/x", "x" * 5000,
-     "a/" + "x" * 5000, "a\0b", "a/\0", "\ud800", "a/\ud800", "a b/c d", "a//b", "/no_such_folder",
-     Path("/no_such_folder"), Path("a/b/c")],
-    ids=named,
-)  # fmt: skip
-def test_what_is_no_model_is_refused(given):
-    assert refusal(lambda: harness.load(given)).startswith("model=")
-
-
 LISTS = [None, [], {"full"}, 5, Anything(), iter(["full"])]
-STRANGE = [Anything(), lambda: 3, b"x", {1, 2}, 1 + 2j, torch.ones(2), {"a": Anything()}, "\ud800", [[[]]]]
+BUDGETS = [
+    0,
+    2,
+    math.nan,
+    10**400,
+    True,
+    Anything(),
+    [0.5],
+    torch.tensor(0.5),
+    "x",
+    "nearest:",
+    "nearest:nan",
+    "nearest:2",
+]
 WRONG = {
+    "model": (
+        lambda model, given: harness.load(given),
+        [None, 5, Anything(), [], torch.nn.Linear(2, 2), "", "~nobody_of_this_name/x", "x" * 5000, "a\0b", "a/\ud800",
+         "a b/c d", Path("/no_such_folder")],
+    ),
     "tokenizer": (lambda model, given: harness.load(model.loaded.model, given), [5, Anything()]),
     "methods": (lambda model, given: model.perplexity(methods=given), [*LISTS, "full"]),
     "method": (
-        lambda model, given: model.perplexity(methods=[given]),
-        [None, 3, b"full", "", "a\0", "\ud800", "x" * 3000, "full\n", "full\r", "a\nb"],
+        lambda model, given: model.perplexity(methods=[given]), [None, 3, b"full", "", "\ud800", "x" * 3000, "full\n"]
     ),
     "tasks": (lambda model, given: model.tasks(given, methods=["full"]), [*LISTS, "kv_recall"]),
     "prompt": (
         lambda model, given: model.generate(given, method="full", max_new_tokens=2),
-        [None, 5, b"x", ["a"], Anything(), "", "\ud800", "a\ud800b"],
+        [None, 5, ["a"], Anything(), "", "a\ud800b"],
     ),
     "": (
         lambda model, given: model.perplexity(methods=["h2o"], **{given: Anything()}),
         ["platform", "method.heavy_frac", "results_dir", "codec", "data", "nothing", ""],
     ),
-    "seq_len": (lambda model, given: model.perplexity(methods=["h2o"], seq_len=given), STRANGE),
-}
+    "seq_len": (
+        lambda model, given: model.perplexity(methods=["h2o"], seq_len=given),
+        [Anything(), {1, 2}, torch.ones(2), {"a": Anything()}, "\ud800", [[[]]]],
+    ),
+    "budget": (lambda model, given: model.perplexity(methods=["h2o"], budget=given), BUDGETS),
+}  # fmt: skip
 """Calls with values of an argument, by what is named where they are refused."""
 
 
@@ -243,32 +248,20 @@ def test_what_an_argument_cannot_be_is_refused(name, given, model):
     assert name in refusal(lambda: act(model, given))
 
 
+@pytest.mark.parametrize("budget", [0, "nearest:x"])
+def test_every_call_reads_a_budget_in_one_way(budget, model):
+    for act in (
+        lambda: model.generate(PROMPT, method="full", budget=budget, max_new_tokens=2),
+        lambda: harness.attach(model, method="full", budget=budget).__enter__(),
+        lambda: harness.lm(model, method="full", budget=budget),
+    ):
+        assert "budget" in refusal(act)
+
+
 def test_a_path_is_a_model(network, tmp_path):
     network.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     assert harness.load(tmp_path / "model").loaded.name == "model"
-
-
-def calls_with(model, method, budget):
-    """The calls that take a budget."""
-    return [
-        lambda: model.perplexity(methods=[method], budget=budget),
-        lambda: model.generate(PROMPT, method=method, budget=budget, max_new_tokens=2),
-        lambda: harness.attach(model, method=method, budget=budget).__enter__(),
-    ]
-
-
-BUDGETS = [
-    0, -1, math.nan, math.inf, 2, 10**400, True, False, Anything(), [0.5], b"x", torch.tensor(0.5), "x", "", "\ud800",
-     "nearest:", "nearest:x", "nearest:nan", "nearest:inf", "nearest:-1", "nearest:0", "nearest:2", "nearest:.5:.5",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("number", range(len(BUDGETS)), ids=lambda number: ascii(BUDGETS[number])[:20])
-def test_what_is_no_budget_is_refused(number, model):
-    """Each by one call and method in turn: they all read it in one place."""
-    method = ("full", "h2o")[number % 2]
-    assert "budget" in refusal(calls_with(model, method, BUDGETS[number])[number % 3])
 
 
 @pytest.mark.parametrize("name", ["experiment", "corpus.path"])
@@ -278,12 +271,6 @@ def test_what_a_call_sets_itself_is_not_set_twice(name, model, tmp_path):
     assert refusal(lambda: model.perplexity(text, methods=["full"], **{name: "x"})).startswith(f"{name}='x': is ")
     assert len(model.perplexity(methods=["full"], **{"corpus.path": text})) == 1
     assert refusal(lambda: harness.lm(model, experiment="perplexity")).startswith("experiment='perplexity': is ")
-    assert refusal(lambda: model.generate(PROMPT, prompt="x")).startswith("prompt='x': is ")
-
-
-def test_a_prompt_may_be_named(model):
-    first = model.generate(PROMPT, method="full", max_new_tokens=2)
-    assert model.generate(prompt=PROMPT, method="full", max_new_tokens=2).text == first.text
 
 
 @pytest.mark.parametrize("name", ["KV_HARNESS_CACHE", "XDG_CACHE_HOME"])
@@ -293,14 +280,6 @@ def test_a_cache_in_no_home_folder_is_refused(name, monkeypatch, network, tmp_pa
     monkeypatch.setenv(name, "~nobody_of_this_name/x")
     said = refusal(lambda: harness.load(tmp_path / "model").perplexity(methods=["full"]))
     assert said == f"{name}=~nobody_of_this_name/x: there is no such home folder"
-
-
-def test_a_user_whose_home_folder_is_not_there_has_no_cache(monkeypatch):
-    monkeypatch.setattr(pwd, "getpwnam", lambda name: SimpleNamespace(pw_dir="/no_such_folder"))
-    monkeypatch.setenv("KV_HARNESS_CACHE", "~nobody/x")
-    assert refusal(cache_dir) == "KV_HARNESS_CACHE=~nobody/x: there is no such home folder"
-    monkeypatch.setenv("KV_HARNESS_CACHE", "~/x")
-    assert cache_dir() == Path.home() / "x"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from harness.model.tiny import tiny_model
 from harness.results import inputs
 from harness.results.record import read_all
 from harness.run.compose import load
-from harness.scoring.evaluation import ReplayEngine
+from harness.scoring.lm import ReplayLM
 from tests.conftest import refused
 from tests.tokens import byte_tokenizer
 
@@ -113,8 +113,8 @@ def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tm
     """lm-eval's key is a request's texts: one method's answers came back as another's."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     asked: list[int] = []
-    score = ReplayEngine.score
-    monkeypatch.setattr(ReplayEngine, "score", lambda self, each: (asked.append(len(each)), score(self, each))[1])
+    score = ReplayLM.score
+    monkeypatch.setattr(ReplayLM, "score", lambda self, each: (asked.append(len(each)), score(self, each))[1])
 
     def answers(cache: Path | None, **settings: Any) -> tuple[list[float], int]:
         asked.clear()
@@ -145,8 +145,8 @@ def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tm
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_samples": 3}, "num_samples=3: lm-eval decides it, by limit; leave it out"),
-        ({"metadata.max_seq_lengths": [5]}, "lm-eval decides it, by metadata"),
+        ({"num_samples": 3}, "num_samples=3: lm-eval decides it, by its own arguments; leave it out"),
+        ({"metadata.max_seq_lengths": [5]}, "lm-eval decides it"),
         ({"method": "h2"}, "method=h2: did you mean 'h2o'"),
         ({"prefil": "dense"}, "unknown setting prefil: did you mean 'prefill"),
         ({"enable_thinking": True}, "enable_thinking=true: needs think_end_token"),
@@ -182,7 +182,7 @@ REFUSED = {
     "method=h2o": "pretrained=: is missing from --model_args; must be an entry of conf/model",
     "pretrained=smollm2": "model=smollm2: did you mean 'smollm2-135m'",
     "pretrained=MODEL,trust_remote_code=no": "model.trust_remote_code=no: must be true or false",
-    "pretrained=MODEL,apply_chat_template=no": "apply_chat_template=no: lm-eval decides it",
+    "pretrained=MODEL,apply_chat_template=no": "apply_chat_template='no': lm-eval decides it",
     "pretrained=MODEL,dtype=float8": "model.dtype=float8: ",
     "pretrained=MODEL,tokenizer=gpt2": "tokenizer=gpt2: the model has its own; leave it out",
     "pretrained=MODEL,batch_size=4": "lm-eval refuses it (TypeError: ",
@@ -247,23 +247,3 @@ def test_a_task_that_names_its_files_needs_no_data_setting_and_they_count(folder
     finally:
         file.write_text(text)
     assert inputs.tasks(config)["mine_short"] == before
-
-
-@pytest.mark.parametrize("data", ["offline", "hub"])
-def test_rows_are_read_from_a_folder_and_missing_or_damaged_ones_are_refused(data, model, tmp_path):
-    rows, own = tmp_path / "rows", tmp_path / "own"
-    rows.mkdir()
-    own.mkdir()
-    (own / "mine.yaml").write_text(yaml.safe_dump({"task": "mine", "dataset_path": str(rows)} | CHOICE))
-    asked = {"methods": ["full"], "include_path": str(own), "results_dir": str(tmp_path / "results"), "data": data}
-    with pytest.raises(UserError, match="tasks=mine: the files .* cannot be read .*/rows doesn't contain any"):
-        model.tasks(["mine"], **asked)
-    row = {"question": "What is it?", "options": ["red", "blue"], "label": 1}
-    (rows / "test.jsonl").write_text(json.dumps(row))
-    assert "acc" in model.tasks(["mine"], **asked).columns
-    (rows / "test.jsonl").write_text(json.dumps(row | {"label": 5}))
-    with pytest.raises(UserError, match="tasks=mine: lm-eval cannot build it from the rows of task mine"):
-        model.tasks(["mine"], **asked)
-    (rows / "test.jsonl").write_text('{"question": ')
-    with pytest.raises(UserError, match=r"/rows/test\.jsonl, line 1: expected an object of JSON"):
-        model.tasks(["mine"], **asked)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from benchmarks import peers
-from benchmarks.peer_process import Peer, PeerError
-from benchmarks.timing import Timed, Took, in_turn
+from benchmarks.peer_process import Peer, PeerError, Timed, Took
 from harness.model.tiny import tiny_model
 from tests.tokens import byte_tokenizer
 
@@ -89,6 +88,14 @@ def test_jobs_whose_peers_are_installed_have_equal_results(model, capsys):
         assert f"{package} is skipped, no interpreter: give --peers-python PATH" in told
 
 
+def test_a_window_is_replayed_under_each_method_and_the_full_cache(model, capsys):
+    assert peers.main([model, "seq_len=64", "prefill_len=32", "--jobs", "replay", "--methods", "h2o", "full"]) == 0
+    printed, told = capsys.readouterr()
+    h2o, full = rows(printed)
+    assert h2o[1:3] == ["h2o, 64 tokens, prompt 32", "full"] and "peak memory " in told
+    assert full[5] == "1.00 (1.00 to 1.00)"
+
+
 def test_answers_are_those_of_the_peers_process(model, tmp_path, monkeypatch, capsys):
     (tmp_path / "kvpress.py").write_text(KVPRESS)
     info = tmp_path / "kvpress-0.0.dist-info"
@@ -99,7 +106,7 @@ def test_answers_are_those_of_the_peers_process(model, tmp_path, monkeypatch, ca
     monkeypatch.setattr(peers, "ASKED", ("knorm", "keydiff"))
     monkeypatch.setattr(peers, "PRESSES", type("Presses", (dict,), other)(knorm=peers.PRESSES["knorm"]))
     jobs = ["--jobs", "question", "sweep", "quantized", "--peers-python", sys.executable]
-    assert peers.main([model, *jobs]) == 1
+    assert peers.main([model, *jobs]) == 2
     printed, told = capsys.readouterr()
     equal = [(cells[0], cells[-1]) for cells in rows(printed)]
     assert equal == [("question", "yes"), ("question", "NO"), ("sweep", "yes")]
@@ -113,7 +120,7 @@ def test_a_job_that_fails_and_a_loss_that_differs_are_told_and_the_others_go_on(
 
     monkeypatch.setitem(peers.JOBS, "texts", fail)
     monkeypatch.setattr(peers, "cross_entropy", lambda logits, targets: torch.tensor(1.0))
-    assert peers.main([model, "--jobs", "texts", "perplexity"]) == 1
+    assert peers.main([model, "--jobs", "texts", "perplexity"]) == 2
     printed, told = capsys.readouterr()
     assert "texts: failed, ValueError: no such luck" in told and rows(printed)[0][0] == "perplexity"
     assert "perplexity, 1 x 64 tokens: not equal to transformers forward" in told
@@ -130,7 +137,7 @@ def test_a_peer_that_ends_is_told(tmp_path):
 def test_contestants_take_turns_and_may_time_themselves():
     order: list[str] = []
     own = {"one": lambda: order.append("one") or 1, "two": lambda: order.append("two") or Timed(Took(3.0, 2.0), "b")}
-    times, results = in_turn(own, 2)
+    times, results = peers.in_turn(own, 2)
     assert order == ["one", "two", "two", "one", "one", "two"] and results == {"one": 1, "two": "b"}
     assert times["two"] == [Took(3.0, 2.0)] * 2
     ours, theirs = ([Took(seconds, 1.0) for seconds in rounds] for rounds in ([1.0, 2.0, 6.0], [2.0, 2.0, 2.0]))

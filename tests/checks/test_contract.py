@@ -240,90 +240,34 @@ def test_a_wrong_selection_is_named_with_its_place(name):
 # A hook of an easy base that returns another shape
 
 
-class MeanOverHeads(CASES["snapkv"].method.state):
-    def prompt_score(self, *args):
-        score, _ = super().prompt_score(*args)
-        return score.mean(1)
-
-
-class MeanOfEquals(CASES["snapkv"].method.state):
-    def prompt_score(self, *args):
-        score, equals = super().prompt_score(*args)
-        return score, equals.mean(1, keepdim=True)
-
-
-class SecondOfAll(CASES["criticalkv"].method.state):
-    def second_score(self, *args):
-        return super().second_score(*args)[0]
-
-
-class Stays(CASES["snapkv"].method.state):
-    def stay(self, *args):
-        return super().stay(*args)[..., 0]
-
-
-class Received(CASES["h2o"].method.state):
-    def prompt_score(self, *args):
-        return super().prompt_score(*args)[:, :1]
-
-
-class Periodic(CASES["rkv"].method.state):
-    def score(self, *args):
-        return super().score(*args)[0]
-
-
-class Groupless(CASES["quest"].method.state):
-    def scores(self, *args):
-        return super().scores(*args)[:, :, :1]
-
-
-class IndexOfSequences(CASES["quest"].method.state):
-    def index_read(self, *args):
-        return super().index_read(*args)[:, :1]
-
-
-class Sideless(CASES["infinigen"].method.state):
-    def project(self, *args):
-        return super().project(*args)[:, 0]
-
-
-class Streams(CASES["duo"].method.state):
-    def streams(self, *args):
-        return super().streams(*args)[:, 0]
-
-
-class Rebuilt(CASES["shadowkv"].method.state):
-    def rebuild(self, *args):
-        return super().rebuild(*args)[:, :1]
-
-
-class Resident(CASES["shadowkv"].method.state):
-    def resident(self, *args):
-        return super().resident(*args)[0]
-
-
 HOOKS = {
-    MeanOverHeads: ("snapkv", "prompt_score returned [2, 24]; must be [batch, KV heads, tokens] = [2, 2, 24]"),
-    MeanOfEquals: ("snapkv", "prompt_score returned [2, 1, 24]; must be"),
-    SecondOfAll: ("criticalkv", "second_score returned [2, 24]; must be"),
-    Stays: ("snapkv", "stay returned [2]; must be [batch, KV heads or 1] = [2, 2 or 1]"),
-    Received: ("h2o", "prompt_score returned [2, 1, 24]; must be"),
-    Periodic: ("rkv", "score returned [2, 24]; must be [batch, KV heads, n] = [2, 2, 24]"),
-    Groupless: ("quest", "scores returned [2, 2, 1, 10, 12]; must be [batch, KV heads, group, rows, pages]"),
-    IndexOfSequences: ("quest", "index_read returned [2, 1]; must be [batch, rows] = [2, 10]"),
-    Sideless: ("infinigen", "project returned [2, 2, 16, 5]; must be"),
-    Streams: ("duo", "streams returned [2, 1]; must be [KV heads or 1, 1, 1] = [2 or 1, 1, 1]"),
-    Rebuilt: ("shadowkv", "rebuild returned [2, 1, 24, 16]; must be"),
-    Resident: ("shadowkv", "resident returned [2, 24]; must be"),
+    "mean over heads": ("snapkv", "prompt_score", lambda made: made[0].mean(1), "[2, 24]; must be [batch, KV heads,"),
+    "mean of equals": ("snapkv", "prompt_score", lambda made: (made[0], made[1].mean(1, True)), "[2, 1, 24]; must be"),
+    "second of all": ("criticalkv", "second_score", lambda made: made[0], "[2, 24]; must be"),
+    "stays": ("snapkv", "stay", lambda made: made[..., 0], "[2]; must be [batch, KV heads or 1] = [2, 2 or 1]"),
+    "received": ("h2o", "prompt_score", lambda made: made[:, :1], "[2, 1, 24]; must be"),
+    "periodic": ("rkv", "score", lambda made: made[0], "[2, 24]; must be [batch, KV heads, n] = [2, 2, 24]"),
+    "groupless": ("quest", "scores", lambda made: made[:, :, :1], "[2, 2, 1, 10, 12]; must be [batch,"),
+    "index of sequences": ("quest", "index_read", lambda made: made[:, :1], "[2, 1]; must be [batch, rows] = [2, 10]"),
+    "sideless": ("infinigen", "project", lambda made: made[:, 0], "[2, 2, 16, 5]; must be"),
+    "streams": ("duo", "streams", lambda made: made[:, 0], "[2, 1]; must be [KV heads or 1, 1, 1] = [2 or 1, 1, 1]"),
+    "rebuilt": ("shadowkv", "rebuild", lambda made: made[:, :1], "[2, 1, 24, 16]; must be"),
+    "resident": ("shadowkv", "resident", lambda made: made[0], "[2, 24]; must be"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("state", HOOKS, ids=lambda state: state.__name__)
-def test_a_hooks_wrong_shape_is_one_line_with_its_place(state):
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hooks_wrong_shape_is_one_line_with_its_place(kind):
     """torch would broadcast it."""
-    name, message = HOOKS[state]
-    case = CASES[name]
-    cls = type(state.__name__, (type(case.method),), {"state": state})
+    name, hook, spoil, said = HOOKS[kind]
+    case, message = CASES[name], f"{hook} returned {said}"
+    base = case.method.state
+
+    def wrong(self, *args):
+        return spoil(getattr(base, hook)(self, *args))
+
+    wrong.__name__ = hook
+    cls = type("Odd", (type(case.method),), {"state": type("OddState", (base,), {hook: wrong})})
     method = cls(**{field.name: getattr(case.method, field.name) for field in fields(case.method)})
     with attached_with_link() as (attached, _), pytest.raises(ValueError, match=re.escape(message)) as refusal:
         replay(attached, Case(method), PADDED)

@@ -57,7 +57,7 @@ ZEROS = torch.zeros(2, families.STEPS + 1, 256)
 )
 def test_the_checks_can_fail(check, place, name, spoil, message, monkeypatch):
     model, right = tiny_family("llama"), getattr(place, name)
-    assert check(model) == ""
+    check(model)
     monkeypatch.setattr(place, name, lambda *given, **options: spoil(right(*given, **options)))
     with pytest.raises(AssertionError, match=message):
         check(model)

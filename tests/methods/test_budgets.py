@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checks.two_ways import open_replay
 from harness.errors import UserError
 from harness.model.budgets import TOLERANCE, code_width, expected_budget, with_budget_as_stored
 from harness.run.compose import load
@@ -307,7 +306,7 @@ def test_evicted_tokens_are_those_that_no_row_can_read_any_more(method, evicted)
     case = Case(method)
     ids, real = token_batch((PROMPT,))
     with attached_with_link() as (attached, _):
-        session = open_replay(attached, setup_of(attached, case), real)
+        session = setup_of(attached, case).replay(attached, real.sum(-1), real.shape[1])
         session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
         session.decode(ids[:, PROMPT:], real[:, PROMPT:])
         steps = open_live(attached, case)

@@ -99,7 +99,7 @@ def test_a_draft_draws_by_the_random_numbers_of_its_key_alone():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("temperature=-1", "temperature=-1: must be at least 0"),
+        ("temperature=-1", "temperature=-1: allowed: 0, which takes the most likely token, or 1e-06 and more"),
         ("temperature=warm", "temperature=warm: must be a number"),
         ("temperature=1e-9", "temperature=1e-09: allowed: 0, which takes the most likely token, or 1e-06 and more"),
         ("top_p=0", "top_p=0: must be above 0 and at most 1"),

@@ -22,6 +22,7 @@ from harness.paper.costmodel import published
 from harness.report.__main__ import main as report_main
 from harness.report.sections import MODELLED, compared, registered
 from harness.results import write as tables
+from harness.results.columns import read_frame
 from harness.results.metrics import MISSING
 from plots import drawing
 from plots.drawing import DRAWINGS
@@ -182,12 +183,12 @@ def test_what_is_missing_comes_last_and_folded(page):
     assert page.all("id").index("environment") < page.all("id").index("missing")
 
 
-def test_published_numbers_stand_beside_ours():
+def test_published_numbers_stand_beside_ours(tmp_path):
     predicted = {
         (row.figure, row.series, row.x, row.metric): row.predicted for row in published.calibrate().itertuples()
     }
-    for figure in published.FIGURES:
-        rows = published.figure_rows(figure)
+    for figure, path in zip(published.FIGURES, published.write_tables(tmp_path), strict=True):
+        rows = read_frame(path)
         frame = compared(figure, [rows])
         expected = [f"{value:.4g}" for key, value in predicted.items() if key[0] == figure]
         assert list(frame["ours"][frame["ours"] != MISSING]) == expected

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from harness.checks.two_ways import Trial
 from harness.errors import UserError
 from harness.model.resources import Resources
 from harness.results.columns import read_frame
@@ -57,10 +58,10 @@ def test_every_check_holds_and_the_page_says_what_it_saw(subject, few, tmp_path,
 
 def test_a_second_start_token_is_seen(subject, few, monkeypatch):
     start = subject.loaded.tokenizer.bos_token_id
-    asked = subject.asked
+    ours, theirs = subject.scored
     for added in (1, 2):
-        wrong = asked._replace(ids=[[start] * added + ids for ids in asked.ids])
-        monkeypatch.setitem(vars(subject), "asked", wrong)
+        wrong = ours._replace(ids=[[start] * added + ids for ids in ours.ids])
+        monkeypatch.setitem(vars(subject), "scored", (wrong, theirs))
         assert not trust.one_start_token(subject).holds
 
 
@@ -93,13 +94,14 @@ def test_generated_tokens_that_are_not_in_the_store_are_seen(subject, few, monke
 @pytest.mark.parametrize("number", [0, 1])
 def test_what_is_no_number_is_seen(number, subject, few, monkeypatch):
     """Logits of one method and a log-likelihood that are NaN, first or later."""
-    steps, calls, scores = trust._steps, itertools.count(), [-1.0, -2.0]
-    monkeypatch.setattr(trust, "_steps", lambda *args: steps(*args) * (nan if next(calls) == number else 1))
+    force, calls, scores = Trial.force, itertools.count(), [-1.0, -2.0]
+    monkeypatch.setattr(Trial, "force", lambda *args: force(*args) * (nan if next(calls) == number else 1))
     seen = trust.live_is_replay(subject)
     assert not seen.holds and "within nan" in seen.words
-    scores[number] = nan
-    asked = subject.asked._replace(scores=scores, own_scores=[-1.0, -2.0])
-    monkeypatch.setitem(vars(subject), "asked", asked)
+    wrong = [-1.0, -2.0]
+    wrong[number] = nan
+    of_both = [own._replace(scores=given) for own, given in zip(subject.scored, (wrong, scores), strict=True)]
+    monkeypatch.setitem(vars(subject), "scored", of_both)
     seen = trust.the_full_cache_is_the_models_own(subject)
     assert not seen.holds and "within nan" in seen.words
 

@@ -83,13 +83,15 @@ def test_tasks_and_turns(model, prompts):
     model.tasks(["kv_recall"], methods=["full"], num_samples=2)
     assert_started(prompts)
     prompts.clear()
-    config = model.configured(experiment="turns", tasks=["kv_recall"], method="keydiff", num_samples=2)
+    config = model.configured(
+        {}, {"experiment": "turns", "tasks": ["kv_recall"], "method": "keydiff", "num_samples": 2}
+    )
     run_turns(config, model.loaded)
     assert_started(prompts)
 
 
 def test_long_decoding(model, prompts):
-    config = model.configured(experiment="long_decode", method="keydiff", max_new_tokens=4)
+    config = model.configured({}, {"experiment": "long_decode", "method": "keydiff", "max_new_tokens": 4})
     run_perplexity(config, model.loaded)
     assert_started(prompts)
     assert {tuple(prompt[:32]) for prompt in prompts} == {
@@ -98,7 +100,9 @@ def test_long_decoding(model, prompts):
 
 
 def test_a_timed_run(model, prompts):
-    config = model.configured(experiment="latency", method="keydiff", prompt_len=24, gen_len=20, batch_size=2)
+    config = model.configured(
+        {}, {"experiment": "latency", "method": "keydiff", "prompt_len": 24, "gen_len": 20, "batch_size": 2}
+    )
     run_latency(config, model.loaded)
     assert_started(prompts)
     whole = {tuple(prompt) for prompt in prompts if len(prompt) > 1}  # a pass of one token warms up
