@@ -32,8 +32,8 @@ ARGS ?=
 DATA_ROOT ?=
 RESULTS ?= outputs
 E ?=
-ACCURACY = $(if $(filter offline,$(DATA)),accuracy,accuracy-paper)
-SPEEDUP = $(if $(filter cpu,$(PLATFORM)),speedup,speedup-paper)
+ACCURACY = accuracy sweep.scale=$(if $(filter offline,$(DATA)),small,paper)
+SPEEDUP = speedup sweep.scale=$(if $(filter cpu,$(PLATFORM)),small,paper)
 
 # The small model's accuracy runs stay with the offline data: DATA_ROOT is for what needs more.
 SMALL := $(filter smollm2-135m,$(MODEL))
@@ -100,7 +100,7 @@ board: $(STAMP)  ## the methods beside the oracle, and one's own: board.md, the 
 	exit $$code
 
 paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= or DATA=hub, PLATFORM=, RESULTS=, ARGS=)
-	@code=0; $(PY) run.py experiment=$(if $(SMALL),paper-small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \
+	@code=0; $(PY) run.py experiment=paper sweep.scale=$(if $(SMALL),small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \
 		results_dir=$(RESULTS) $(ARGS) || code=$$?; \
 	[ $$code = 0 ] || [ $$code = $(UNFINISHED) ] || exit $$code; \
 	$(PY) -m harness.paper.costmodel --write --results-dir $(RESULTS); \

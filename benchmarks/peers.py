@@ -38,7 +38,6 @@ glibc gives freed memory back to the system, and each page of it is zeroed anew.
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import random
 import resource
@@ -70,9 +69,9 @@ from harness.replay.setup import Setup, prepare
 from harness.results.environment import processor
 from harness.run.compose import load
 from harness.scoring.answers import Request
-from harness.scoring.evaluation import ReplayEngine
-from harness.scoring.lm import Prefill
+from harness.scoring.lm import ReplayLM
 from harness.scoring.perplexity import run_perplexity
+from harness.scoring.planning import Prefill
 from harness.speed.link_rate import measure_copy_rate
 from harness.speed.timed_run import SharedPrompt, run_shared_prompt
 
@@ -261,7 +260,7 @@ def answer(bench: Bench, method: str, tokens: Sequence[Sequence[int]], prompts: 
     ids = (*context, *question)
     request = Request(ids, len(ids), len(context), len(ids) + new, ("question", 0), max_new_tokens=new)
     loaded = replace(bench.loaded, prompts=prompts)
-    (written,) = ReplayEngine(config, loaded, "question", io.StringIO()).generate([request])
+    (written,) = ReplayLM(config, loaded, "question", Prefill("dense")).generate([request])
     return bench.loaded.tokenizer.decode(written.tokens, skip_special_tokens=True)
 
 
@@ -290,8 +289,9 @@ def against_hflm(
     peer = min(times, key=lambda name: times[name][0].cpu_s)
     contestants = {peer: theirs[peer]}
     for method in ("full", *bench.methods):
-        engine = ReplayEngine(bench.config("experiment=tasks", f"method={method}"), bench.loaded, case, io.StringIO())
-        contestants[method] = partial(getattr(engine.lm(Prefill("dense")), call), requests)
+        config = bench.config("experiment=tasks", f"method={method}")
+        lm = ReplayLM(config, bench.loaded, case, Prefill("dense"))
+        contestants[method] = partial(getattr(lm, call), requests)
     times, answers = bench.paired(case, contestants)
     for method in ("full", *bench.methods):
         is_equal = equal(answers[method], answers[peer]) if method == "full" else None

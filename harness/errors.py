@@ -57,17 +57,17 @@ def is_users(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line that says whether it is a bug."""
-    line = one_line(error)
+    """An error in one line, which ends in `(a bug)` where it is one."""
     if is_users(error) or isinstance(error, BugError):
-        return line
-    return f"{line} ({type(error).__name__}, a bug)"
+        return one_line(error)
+    return f"{reason(error)} (a bug)"
 
 
-def to_record(error: Exception) -> str:
-    """An error as the record of a failed run has it: with its type, and whether it is a bug."""
-    mark = "" if is_users(error) else " (a bug)"
-    return f"{type(error).__name__}: {error}{mark}"
+def sendable(error: Exception) -> Exception:
+    """The error, or one of the same words: not every error can be sent to another process."""
+    if isinstance(error, UserError):
+        return error
+    return (UserError if is_users(error) else BugError)(describe(error))
 
 
 def one_line(error: BaseException) -> str:
@@ -100,7 +100,7 @@ def question(name: object, allowed: Iterable[str], cutoff: float = 0.5) -> str:
 def reason(error: BaseException) -> str:
     """The type and message of an error of foreign code, in one line."""
     kind, words = type(error).__name__, " ".join(str(error).split())
-    return f"{kind}: {words}"[:300] if words else kind
+    return printable(f"{kind}: {words}"[:300] if words else kind)
 
 
 def line_in(error: BaseException, files: Collection[str]) -> str:
@@ -222,29 +222,29 @@ def launchers_stop() -> Iterator[None]:
         UnfinishedError: it does not start again.
         SystemExit: it does.
     """
-    signals: list[int] = []
+    handlers = {}
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        handler = signal.getsignal(number)
+        if callable(handler):
+            handlers[number] = handler
 
     def end(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-        raise Terminated
+        raise Terminated(number)
 
-    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-    for user_signal in (signal.SIGUSR1, signal.SIGUSR2):
-        handler = signal.getsignal(user_signal)
-        if callable(handler):
-            handlers[user_signal] = handler
-            signal.signal(user_signal, end)
+    for number in handlers:
+        signal.signal(number, end)
     try:
         yield
-    except Terminated:
-        if not signals:
+        return
+    except Terminated as stop:
+        if not stop.args:  # of SIGTERM
             raise
+        number = stop.args[0]
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number in signals:
-        try:
-            handlers[number](number, None)
-        except Exception as error:
-            over = f"the job's time is over ({one_line(error)})"
-            raise UnfinishedError(f"{over}; the same command goes on") from error
+        for own_signal, handler in handlers.items():
+            signal.signal(own_signal, handler)
+    try:
+        handlers[number](number, None)
+    except Exception as error:
+        over = f"the job's time is over ({one_line(error)})"
+        raise UnfinishedError(f"{over}; the same command goes on") from error

@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -31,27 +30,6 @@ SCRATCH = ".kv-scratch"
 ABANDONED_S = 3600.0
 """A scratch file that nobody has written to for so long was left by a killed process."""
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-
-
-class Cgroups(NamedTuple):
-    """The folder of the control groups, and the names of their limit, use and droppable caches."""
-
-    folder: str
-    limit: str
-    used: str
-    droppable: str
-
-
-CGROUPS = {
-    "": Cgroups("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    "memory": Cgroups(
-        folder="sys/fs/cgroup/memory",
-        limit="memory.limit_in_bytes",
-        used="memory.usage_in_bytes",
-        droppable="total_inactive_file",
-    ),
-}
-"""By the controllers of a line of /proc/self/cgroup: of cgroups version 2 ("") and 1."""
 
 
 class HeldError(Exception):
@@ -171,26 +149,24 @@ def file_sha256(path: Path) -> str:
     """
     path = Path(os.path.realpath(path))
     stamp = _written(path)
-    note = cache_dir() / "digests" / f"{text_sha256(str(path))[:32]}.json"
-    try:
-        known = json.loads(note.read_text())
-        if known["stamp"] == stamp and re.fullmatch("[0-9a-f]{64}", known["sha256"]):
-            return str(known["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass  # no usable note: read the file
+    note = cache_dir() / "digests" / text_sha256(str(path), stamp)
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        known = note.read_text()
+        if re.fullmatch("[0-9a-f]{64}", known):
+            return known
     begun = time.time()
     digest = content_sha256(path)
     # A file system's clock ticks: a later write within the same tick leaves the same stamp.
     if stamp == _written(path) and begun - path.stat().st_ctime > SETTLED_S:
         with contextlib.suppress(OSError), replacing(note) as scratch:
-            scratch.write_text(json.dumps({"stamp": stamp, "sha256": digest}))
+            scratch.write_text(digest)
     return digest
 
 
-def _written(path: Path) -> list[int]:
+def _written(path: Path) -> str:
     """Numbers that change when a file is written; a file's change time cannot be set."""
     stat = path.stat()
-    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
 def content_sha256(path: Path) -> str:
@@ -254,11 +230,10 @@ def total_memory() -> int:
 
 
 def memory_limits(system: Path = Path("/")) -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes, without droppable caches, of each control group around this process
-    that has a limit.
+    """Limit and use in bytes, without droppable caches, of each control group (version 2) around
+    this process that has a limit: containers and schedulers set them, and psutil does not see them.
 
-    Containers and schedulers set them, and psutil does not see them. system: the folder of /proc
-    and /sys.
+    system: the folder of /proc and /sys.
     """
     try:
         lines = (system / "proc/self/cgroup").read_text().splitlines()
@@ -266,20 +241,16 @@ def memory_limits(system: Path = Path("/")) -> Iterator[tuple[int, int]]:
         return  # no Linux
     for line in lines:
         _, controllers, own = line.split(":", 2)
-        if controllers not in CGROUPS:
-            continue
-        names = CGROUPS[controllers]
-        root = system / names.folder
+        if controllers:
+            continue  # of version 1
+        root = system / "sys/fs/cgroup"
         group = root / own.strip("/")
         depth = len(group.relative_to(root).parts)
         for folder in (group, *group.parents[:depth]):
-            # No number where the limit is "max", or the host's, which a container cannot see.
+            # No number where the limit is "max".
             with contextlib.suppress(OSError, ValueError):
-                limit = int((folder / names.limit).read_text())
-                yield limit, int((folder / names.used).read_text()) - _droppable(folder, names)
-
-
-def _droppable(folder: Path, names: Cgroups) -> int:
-    """Bytes of a control group's droppable caches."""
-    lines = (folder / "memory.stat").read_text().splitlines()
-    return int(dict(map(str.split, lines))[names.droppable])
+                limit, used = (
+                    int((folder / f"memory.{name}").read_text()) for name in ("max", "current")
+                )
+                stat = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
+                yield limit, used - int(stat["inactive_file"])

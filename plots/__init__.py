@@ -16,16 +16,11 @@ from harness.settings.paths import COMMAND, RESULTS
 
 
 def draw_figures(results_dir: str | Path) -> list[Path]:
-    """Draw every figure whose table exists, but for shipped ones that would be the same again.
+    """Draw every figure of which the folder has a table; returns the files, a PNG, a PDF and an SVG
+    per figure, in the order of the registry.
 
-    A figure that is refused stops no other.
-
-    Returns:
-        The files written: a PNG, a PDF and an SVG per figure, in the order of the registry.
-
-    Raises:
-        UserError: at the end, which figures could not be drawn and why; at once, a folder that
-        cannot be written.
+    A figure that is refused stops no other. Raises UserError at the end: which could not be drawn
+    and why; at once for a folder that cannot be written.
     """
     from plots.drawing import draw_all  # here, since matplotlib takes a second to load
 

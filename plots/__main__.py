@@ -10,11 +10,7 @@ from plots import main
 parser = argparse.ArgumentParser(
     prog="python -m plots", description="Draw the figures from DIR/tables."
 )
-parser.add_argument(
-    "--results-dir",
-    default=RESULTS,
-    metavar="DIR",
-    help="figures go to DIR/figures (default %(default)s)",
-)
+words = "figures go to DIR/figures (default %(default)s)"
+parser.add_argument("--results-dir", default=RESULTS, metavar="DIR", help=words)
 args = parser.parse_args()
 sys.exit(exit_code(lambda: print(*main(args.results_dir), sep="\n")))

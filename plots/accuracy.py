@@ -39,14 +39,10 @@ SHOWN_PERCENT = 10
 MAX_TICKS = 6
 
 
-def axis(metric: str) -> str:
-    """The words for the axis of a metric."""
-    return AXES.get(metric, METRICS[metric].heading)
-
-
-def axis_of(panel: pd.DataFrame) -> str:
+def axis(panel: pd.DataFrame) -> str:
     """The words for the axis of a panel of one metric."""
-    return axis(panel.metric.iloc[0])
+    metric: str = panel.metric.iloc[0]
+    return AXES.get(metric, METRICS[metric].heading)
 
 
 # By budget
@@ -58,18 +54,16 @@ def fig11(tasks: pd.DataFrame, texts: pd.DataFrame) -> Figure | None:
     Then KL to the full cache and top-1 agreement on texts, from the same table and from
     `perplexity.csv`, where a method has several budgets there, which make a line.
     """
-    setups = texts.groupby(list(TEXTS), dropna=False)
+    setups = texts[texts.metric != "acc"].groupby(list(TEXTS), dropna=False)
     texts = setups.filter(lambda rows: rows.groupby("label")["budget"].nunique().max() > 1)
-    fidelity = ["kl_nats", "top1_agreement"]
-    both = pd.concat([tasks, texts[texts.metric.isin(fidelity)]])
-    rows = data.of_metrics(both, ["acc", *fidelity])
+    rows = data.of_metrics(pd.concat([tasks, texts]), ["acc", "kl_nats", "top1_agreement"])
     codecs = style.joined(rows.label)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric, task = panel.metric.iloc[0], panel.task.iloc[0]
-        axes.set(xlabel=style.BUDGET_AXIS, ylabel=axis(metric))
+        axes.set(xlabel=style.BUDGET_AXIS, ylabel=axis(panel))
         if metric == "kl_nats":  # the full cache's is 0
-            style.log_y(axes)
+            style.log(axes.yaxis)
         else:
             style.full_lines(axes, panel[panel.label == style.FULL])
         if task in CHANCE:
@@ -86,43 +80,38 @@ def fig19(table: pd.DataFrame) -> Figure | None:
     The latter are the runs whose label ends in "with N tokens". The full cache is that of the runs
     themselves, on the same windows.
     """
-    table = whole_tasks(table)
-    rows = table.join(table.label.str.extract(KEPT))
+    rows = whole_tasks(table)
+    rows = rows.join(rows.label.str.extract(KEPT))
     rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
+    rows = rows.assign(length=rows.seq_len, windows=rows.num_samples)
     by_length = rows.kept.notna()
-    rows = rows.assign(
-        length=rows.seq_len,
-        windows=rows.num_samples,
-        # These differ within a panel of lengths.
-        seq_len=rows.seq_len.mask(by_length),
-        num_samples=rows.num_samples.mask(by_length),
-        prefill_len=rows.prefill_len.mask(by_length, ""),
-    )
+    differing = ["seq_len", "num_samples"]  # within a panel of lengths
+    rows[differing] = rows[differing].mask(by_length)
+    rows = rows.assign(prefill_len=rows.prefill_len.mask(by_length, ""))
     codecs = style.joined(rows.label[~by_length])
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        full, under = (panel[panel.metric == f"perplexity{end}"] for end in ("_full", ""))
         if panel.kept.notna().all():
-            _draw_lengths(axes, panel)
+            _draw_lengths(axes, full, under)
         else:
-            style.full_lines(axes, panel[panel.metric == "perplexity_full"])
-            style.budget_lines(axes, panel[panel.metric == "perplexity"], codecs=codecs)
+            style.full_lines(axes, full)
+            style.budget_lines(axes, under, codecs=codecs)
             axes.set_xlabel(style.BUDGET_AXIS)
-        style.log_y(axes, panel.value)
+        style.log(axes.yaxis, panel.value)
         axes.set_ylabel("perplexity")
 
     note = style.error_note(rows)
     if rows.windows[by_length].eq(1).any():
         note += " (n = 1: a single window has none)"
-    in_order = pd.concat([rows[~by_length], rows[by_length]])
+    in_order = rows.sort_values("kept", key=pd.Series.notna, kind="stable")
     return style.draw_rows(in_order, (*TEXTS, "kept"), draw, note=note)
 
 
-def _draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
-    full = panel[panel.metric == "perplexity_full"]
-    full = full.assign(name=style.FULL).drop_duplicates("length")
-    lines = pd.concat([full, panel[panel.metric == "perplexity"]])
+def _draw_lengths(axes: Axes, full: pd.DataFrame, under: pd.DataFrame) -> None:
+    lines = pd.concat([full.assign(name=style.FULL).drop_duplicates("length"), under])
     style.draw_lines(axes, lines.assign(label=lines.name, x=lines.length, y=lines.value))
-    windows = panel.groupby("length").windows.max()
+    windows = pd.concat([full, under]).groupby("length").windows.max()
     style.log2_x(axes, windows.index)
     ticks = [f"{length:,.0f}\nn = {count:.0f}" for length, count in windows.items()]
     axes.set_xticks(list(windows.index), ticks)
@@ -152,27 +141,31 @@ def _by_share(
     The error takes tasks as independent. kl_of_any_size: KL on a logarithmic axis.
     """
     rows = data.of_metrics(whole_tasks(table), ["kl_nats", "acc"])
-    points = _means(rows, ["run_id"])
+    points = _means(rows, "run_id")
     points = points.assign(name=points.label, x=100 * points[share], y=points.value)
     looks = style.in_sequence(points.label)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         style.draw_lines(axes, panel, looks)
-        axes.set(ylabel=axis_of(panel), xlabel=words)
+        axes.set(ylabel=axis(panel), xlabel=words)
         if kl_of_any_size and panel.metric.iloc[0] == "kl_nats":
-            style.log_y(axes)
+            style.log(axes.yaxis)
 
     tasks = ", ".join(sorted(set(rows[rows.metric == "acc"].task)))
     note = f"accuracy: mean of {tasks}; {style.error_note(rows)}"
     return style.draw_rows(points, ("model", "source", "metric"), draw, note=note)
 
 
-def _means(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+def _means(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     """The means over tasks, whose errors are taken as independent, beside what rows share."""
-    keys = ["model", "source", "metric", "label", *by]
+
+    def stderr(errors: pd.Series) -> float:
+        return float((errors**2).sum() ** 0.5 / len(errors))
+
+    keys = ["model", "source", "metric", "label", by]
     mean = {name: (name, "mean") for name in ("value", "budget", "resident_frac")}
     means = rows.groupby(keys, sort=False, as_index=False)
-    return means.agg(stderr=("stderr", data.stderr_of_mean), own=("own", "any"), **mean)
+    return means.agg(stderr=("stderr", stderr), own=("own", "any"), **mean)
 
 
 # By position in the text
@@ -200,9 +193,9 @@ def _by_chunk(
 ) -> Figure | None:
     """Metrics of ranges of a text's tokens, each at its middle."""
     rows = data.of_metrics(table.dropna(subset="first"), metrics)
-    rows = rows.assign(x=(rows["first"] + rows.stop) / 2, y=rows.value)
     percent = (100 * rows["budget"]).map(", {:.0f} %".format).astype(str)
-    rows["name"] = rows.label.where(rows.label == style.FULL, rows.label + percent)
+    name = rows.label.where(rows.label == style.FULL, rows.label + percent)
+    rows = rows.assign(name=name, x=(rows["first"] + rows.stop) / 2, y=rows.value)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         data.refuse_repeats(panel, ["label", "budget", "first"])
@@ -211,8 +204,8 @@ def _by_chunk(
             style.draw_lines(axes, line, at=middles)  # a missing range is a gap
         every = -(-len(edges) // MAX_TICKS)
         axes.set(xticks=edges[::every], xlim=(edges[0], edges[-1]))
-        style.log_y(axes, panel.value)
-        axes.set(xlabel=words, ylabel=axis_of(panel))
+        style.log(axes.yaxis, panel.value)
+        axes.set(xlabel=words, ylabel=axis(panel))
 
     note = f"percentages: budgets; {bars or style.error_note(rows)}"
     return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=note)
@@ -237,8 +230,8 @@ def attention_error(table: pd.DataFrame) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         style.draw_lines(axes, panel)
-        axes.set(xlabel="layer", ylabel=axis_of(panel))
-        style.log_y(axes)
+        axes.set(xlabel="layer", ylabel=axis(panel))
+        style.log(axes.yaxis)
 
     setup = ("model", "task", "metric", "num_samples", "source")
     note = "percentages: budgets; bars: one standard error over windows"
@@ -258,7 +251,7 @@ def long(table: pd.DataFrame) -> Figure | None:
     needles = table[table.metric.str.isdecimal()]
     needles = needles.assign(length=needles.metric.astype(float), metric="acc")
     texts = table[(table.metric == "kl_nats") & (table.value > 0)]
-    rows = pd.concat([texts.assign(length=texts.seq_len), _means(needles, ["length"])])
+    rows = pd.concat([texts.assign(length=texts.seq_len), _means(needles, "length")])
     data.refuse_repeats(rows, ["model", "source", "metric", "label", "length"])
     rows = rows.assign(x=rows.value, bar_low=rows.stderr, bar_high=rows.stderr, is_apart=False)
     at_longest = rows[rows.metric == "kl_nats"].sort_values("length").groupby("label").x.last()
@@ -267,11 +260,11 @@ def long(table: pd.DataFrame) -> Figure | None:
     lengths = sorted(set(rows.length))
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        metric = panel.metric.iloc[0]
+        is_kl = panel.metric.iloc[0] == "kl_nats"
         style.draw_names(axes, panel, labels, lengths)
-        axes.set_xlabel("right answers (%)" if metric == "acc" else axis(metric))
-        if metric == "kl_nats":
-            style.log_x(axes)
+        axes.set_xlabel(axis(panel) if is_kl else "right answers (%)")
+        if is_kl:
+            style.log(axes.xaxis)
 
     tasks = ", ".join(sorted(set(needles.task)))
     note = f"right answers: mean of {tasks}; bars one standard error"
@@ -344,10 +337,10 @@ def ruler(table: pd.DataFrame) -> Figure | None:
 def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each length in place of its depths, each question weighing alike."""
     rows = rows.assign(value=rows.value * rows.num_samples, depth=0)
-    by_length = rows.groupby(["label", *BAND, "length"], sort=False)
-    sums = by_length[["value", "num_samples"]].transform("sum")
-    rows = rows.assign(value=sums.value / sums.num_samples, num_samples=sums.num_samples)
-    return rows.loc[by_length.head(1).index]
+    by_length = rows.groupby(["label", *BAND, "length"], sort=False, as_index=False)
+    sums = by_length.agg("sum", numeric_only=True)
+    firsts = by_length[["budget", "own", "depth"]].first()
+    return firsts.assign(value=sums.value / sums.num_samples, num_samples=sums.num_samples)
 
 
 def _setups(rows: pd.DataFrame) -> pd.Series:

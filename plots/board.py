@@ -50,8 +50,8 @@ def budget(methods: pd.DataFrame) -> Figure | None:
             beside = line.x * np.exp(shifts[label])  # where a bar hides no other
             like: Any = {"color": style.look(str(label)).color, "fmt": "_", "markersize": 3}
             axes.errorbar(beside, line.y, [below, above], elinewidth=0.8, **like)
-        style.log_x(axes)
-        style.log_y(axes)
+        style.log(axes.xaxis)
+        style.log(axes.yaxis)
         ticks = sorted(set(panel.x))
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
@@ -91,17 +91,15 @@ def draw(methods: pd.DataFrame) -> Figure | None:
         axes.set(xlabel="KL / oracle's KL", xscale="log")
         axes.xaxis.set_major_formatter("{x:g}")
 
-    panels = []
-    for _, panel in points.groupby("asked_budget"):
-        share = panel.asked_budget.iloc[0]
-        panels.append((f"budget {100 * share:.0f} %", panel, draw_budget))
+    by_budget = points.groupby("asked_budget")
+    panels: list[style.Panel] = []
+    for _, panel in by_budget:
+        panels.append((f"budget {100 * panel.asked_budget.iloc[0]:.0f} %", panel, draw_budget))
     most = points[~points.is_apart] if not points.is_apart.all() else points
-    of_length = []
-    for length, windows in most.groupby("length").num_windows:
-        of_length.append(f"{windows.max():.0f} windows of {length:,.0f} tokens")
-    counts = f"{most.num_models.max():.0f} models, " + ", ".join(of_length)
+    counts = [f"{most.num_models.max():.0f} models"]
+    for length, number in most.groupby("length").num_windows.max().items():
+        counts.append(f"{number:.0f} windows of {length:,.0f} tokens")
     over = "models, as drawn from many" if most.num_models.max() > 1 else "places of the texts"
-    num_lines = points.groupby("asked_budget").label.nunique().max()
-    panel_inches = (WIDTH_INCHES, style.NAME_INCHES * num_lines + 0.6)
-    note = f"{counts}; bars: 95 % interval, over {over}"
+    panel_inches = (WIDTH_INCHES, style.NAME_INCHES * by_budget.label.nunique().max() + 0.6)
+    note = f"{', '.join(counts)}; bars: 95 % interval, over {over}"
     return style.draw_panels(panels, note, panel_inches=panel_inches)

@@ -31,17 +31,15 @@ def read(results: Path, name: str) -> pd.DataFrame | None:
 
     It has all columns of its shape: words are "" and numbers NaN where there is nothing. `value`
     and `stderr` are in the unit of the metric's heading. Further columns are `own`, whether a row
-    is one's own among shipped ones, and of accuracy `prefill_len`, "" where it was not set.
-
-    Raises:
-        UserError: a file that is no table of results.
+    is one's own among shipped ones, and of accuracy `prefill_len`, "" where it was not set. Raises
+    UserError for a file that is no table of results.
     """
     path = table_to_read(results, f"{name}.csv")
     if path is None:
         return None
     table = columns.read_frame(path)
     shape = columns.shape_of(table.columns)
-    table = table.reindex(columns=columns.names(columns.TABLES[shape]))
+    table = table.reindex(columns=columns.TABLES[shape])
     for column in NAMES & {*table}:
         table[column] = _legible(table[column])
     if shape == "accuracy":
@@ -83,38 +81,28 @@ def _paired_stderr(table: pd.DataFrame) -> pd.Series:
 def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, list[tuple[str, pd.DataFrame]]]:
     """Part the rows by the columns of `setup`, so that no panel mixes setups or sources.
 
-    Returns:
-        Words for what all setups share; title and rows of each setup in the order of the table. A
-        title says what tells its setup from the others.
+    Returns words for what all setups share; title and rows of each setup in the order of the table.
+    A title says what tells its setup from the others.
     """
+    if frame.empty:
+        return "", []
     varying = [name for name in setup if frame[name].nunique(dropna=False) > 1]
     shared = describe(frame.iloc[0], [name for name in setup if name not in varying])
-    panels = []
-    for _, group in frame.groupby(list(setup), sort=False, dropna=False):
-        panels.append((describe(group.iloc[0], varying), group))
-    return shared, panels
+    groups = frame.groupby(list(setup), sort=False, dropna=False)
+    return shared, [(describe(group.iloc[0], varying), group) for _, group in groups]
 
 
 def describe(row: pd.Series, names: Iterable[str]) -> str:
     """Words for the row's values in these columns, such as "opt-13b, batch 20", without empty
     ones."""
-    words = []
-    for name in names:
-        if row[name] != "" and not pd.isna(row[name]):
-            phrase = PHRASES.get(name, columns.column(name).phrase)
-            words.append(phrase.format(row[name]))
-    return ", ".join(filter(None, words))
+    known = [name for name in names if row[name] != "" and not pd.isna(row[name])]
+    phrases = {name: PHRASES.get(name, columns.column(name).phrase) for name in known}
+    return ", ".join(filter(None, (phrases[name].format(row[name]) for name in known)))
 
 
 def of_metrics(rows: pd.DataFrame, metrics: Iterable[str]) -> pd.DataFrame:
     """The rows of these metrics, in the order of the metrics."""
-    parts = [rows[rows.metric == metric] for metric in metrics]
-    return pd.concat(parts, ignore_index=True)
-
-
-def stderr_of_mean(errors: pd.Series) -> float:
-    """The standard error of a mean of independent values with these."""
-    return float((errors**2).sum() ** 0.5 / len(errors))
+    return pd.concat([rows[rows.metric == metric] for metric in metrics], ignore_index=True)
 
 
 def budget_range(rows: pd.DataFrame) -> str:
@@ -125,9 +113,7 @@ def budget_range(rows: pd.DataFrame) -> str:
 
 def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
     """Refuse two rows for one mark of a figure, since neither is better than the other."""
-    repeated = frame[frame.duplicated(list(key), keep=False)]
-    if len(repeated):
-        row = repeated.iloc[0]
+    for _, row in frame[frame.duplicated(list(key), keep=False)].head(1).iterrows():
         shape = describe(row, [name for name in SHAPE if name in row])
         raise UserError(
             f"{row.experiment}: several rows with label={row.label} at {shape}: "

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 
 from harness.errors import UserError
 from harness.files import write_atomic
-from harness.settings.paths import shipped_beside
 from plots import style
 from plots.data import read
 
@@ -37,31 +36,30 @@ for _entries in style.REGISTRY["pages"].values():
             _module, _function = _entry["draw"].split(".")
             DRAWINGS[_name] = getattr(import_module(f"plots.{_module}"), _function)
             TABLES[_name] = _entry.get("tables", [_name])
-            if _entry.get("modelled"):
-                DRAWINGS[_name + MODELLED] = DRAWINGS[_name]
-                TABLES[_name + MODELLED] = [_name + MODELLED]
+        if _entry.get("modelled"):
+            DRAWINGS[_name + MODELLED] = DRAWINGS[_name]
+            TABLES[_name + MODELLED] = [_name + MODELLED]
 
 
 def draw_all(results: Path) -> list[Path]:
-    """Draw every figure whose table exists, as `plots.draw_figures` says."""
+    """The figures of a folder, as `plots.draw_figures` says."""
     paths: list[Path] = []
-    refusals: list[str] = []
+    refusals: dict[str, None] = {}  # several figures read one table
     with style.applied():
         for name in DRAWINGS:
-            if _is_shipped(results, name):
-                continue
+            own = [results / "tables" / f"{table}.csv" for table in TABLES[name]]
+            if not any(map(Path.exists, own)):
+                continue  # the shipped figure holds
             try:
                 figure = figure_of(results, name)
             except UserError as refusal:
-                refusals.append(str(refusal))
+                refusals[str(refusal)] = None
                 continue
-            files = {} if figure is None else rendered(figure)
-            for kind, data in files.items():
-                path = results / "figures" / f"{name}.{kind}"
-                write_atomic(path, data)
-                paths.append(path)
+            for kind, data in rendered(figure).items() if figure else ():
+                paths.append(results / "figures" / f"{name}.{kind}")
+                write_atomic(paths[-1], data)
     if refusals:
-        raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
+        raise UserError("; ".join(refusals))
     return paths
 
 
@@ -77,15 +75,6 @@ def figure_of(results: Path, name: str) -> Figure | None:
         return None
     beside = [read(results, other) for other in others]
     return draw(table, *(table.head(0) if other is None else other for other in beside))
-
-
-def _is_shipped(results: Path, name: str) -> bool:
-    """Whether a figure is shipped, and nothing in it is of one's own: drawing it gives the same."""
-    shipped = shipped_beside(results)
-    if shipped is None or not (shipped / "figures" / f"{name}.svg").exists():
-        return False
-    own = [results / "tables" / f"{table}.csv" for table in TABLES[name]]
-    return not any(map(Path.exists, own))
 
 
 def rendered(figure: Figure) -> dict[str, bytes]:

@@ -1,6 +1,5 @@
 """Figures of InfiniGen's parts: skewing, alpha and the partial weights, eviction, its choices."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -63,7 +62,7 @@ def _draw_pairs(axes: Axes, panel: pd.DataFrame) -> None:
     for _, level in full.drop_duplicates(["pair", "value"]).iterrows():
         ends, y = [level.pair - 0.45, level.pair + 0.45], 2 * [level.value]
         axes.plot(ends, y, "--", color=style.BLACK, linewidth=1, label=style.FULL)
-    axes.set(ylabel=axis(panel.metric.iloc[0]))
+    axes.set(ylabel=axis(panel))
 
 
 def fig17(scores: pd.DataFrame, times: pd.DataFrame) -> Figure | None:
@@ -73,8 +72,11 @@ def fig17(scores: pd.DataFrame, times: pd.DataFrame) -> Figure | None:
     A run's label says what it varies, such as `alpha=4`.
     """
     scores = scores[scores.metric == "acc"]
-    accuracy, latency = _with_setting(scores, "accuracy"), _with_setting(times, "latency")
     setups = {"accuracy": ("model", "task", *ASKED[:2], "source"), "latency": data.TIMED_SETUP}
+    halves = {}
+    for half, rows, column in ("accuracy", scores, "value"), ("latency", times, "decode_s"):
+        swept = rows.join(rows.label.str.extract(SETTING)).dropna(subset="x")
+        halves[half] = swept.assign(x=swept.x.astype(float), y=swept.get(column), half=half)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         setting = panel.setting.iloc[0]
@@ -82,42 +84,25 @@ def fig17(scores: pd.DataFrame, times: pd.DataFrame) -> Figure | None:
         style.full_lines(axes, scores[scores.label == style.FULL])
         for task in sorted(set(scores.task) & set(CHANCE)):
             style.chance_line(axes, CHANCE[task])
-        scored = panel[panel.half == "accuracy"]
-        _draw_swept(axes, scored.assign(y=scored.value), "accuracy", setups["accuracy"])
-        timed = panel[panel.half == "latency"]
-        if len(timed):
-            second = axes.twinx()
-            second.set_ylabel("latency, decode (s)")
-            second.spines["right"].set_visible(True)
-            second.grid(visible=False)
-            _draw_swept(second, timed.assign(y=timed.decode_s), "latency", setups["latency"])
+        for half, setup in setups.items():
+            swept = panel[panel.half == half]
+            if half == "latency" and len(swept):
+                axes = axes.twinx()
+                axes.set_ylabel("latency, decode (s)")
+                axes.spines["right"].set_visible(True)
+                axes.grid(visible=False)
+            for title, line in data.split(swept, setup)[1]:
+                name = ", ".join(filter(None, [half, title]))
+                style.draw_lines(axes, line.assign(name=name), {name: style.look(half)})
 
-    runs = pd.concat([accuracy, latency], ignore_index=True)
-    panels: list[style.Panel] = []
-    for setting in SWEPT:
-        if (runs.setting == setting).any():
-            panels.append(("", runs[runs.setting == setting], draw))
+    runs = pd.concat(halves.values(), ignore_index=True)
+    panels: list[style.Panel] = [("", panel, draw) for _, panel in runs.groupby("setting")]
     shared = []
-    for half, setup in setups.items():
-        rows = runs[runs.half == half]
-        shared += [f"{half}: {data.split(rows, setup)[0]}"] if len(rows) else []
-    note = "\n".join(shared) + f"; {style.error_note(accuracy)}"
+    for half, rows in halves.items():
+        shared += [f"{half}: {data.split(rows, setups[half])[0]}"] if len(rows) else []
+    note = "\n".join(shared) + f"; {style.error_note(halves['accuracy'])}"
     # The panels have room for the second axis.
     return style.draw_panels(panels, note, panel_inches=(4.2, 2.5))
-
-
-def _with_setting(table: pd.DataFrame, half: str) -> pd.DataFrame:
-    """The rows whose label says what they vary, of one half of the figure."""
-    parts = table.label.str.extract(SETTING)
-    rows = table.assign(setting=parts.setting, x=parts.x.astype(float), half=half)
-    return rows[rows.x.notna()]
-
-
-def _draw_swept(axes: Axes, rows: pd.DataFrame, half: str, setup: Sequence[str]) -> None:
-    """A line per setup by the varied setting."""
-    for title, line in data.split(rows, setup)[1] if len(rows) else []:
-        name = ", ".join(filter(None, [half, title]))
-        style.draw_lines(axes, line.assign(name=name), {name: style.look(half)})
 
 
 def table2(table: pd.DataFrame) -> Figure | None:
@@ -188,7 +173,7 @@ def choices(table: pd.DataFrame) -> Figure | None:
             text.set(rotation=40, ha="right", rotation_mode="anchor")
         if panel.metric.iloc[0] == "perplexity":
             style.full_lines(axes, full.merge(panel[list(TEXTS)].drop_duplicates()))
-        axes.set_ylabel(axis(panel.metric.iloc[0]))
+        axes.set_ylabel(axis(panel))
 
     note = f"budget {data.budget_range(table)} %; {style.error_note(rows)}"
     return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=note)

@@ -55,14 +55,13 @@ def fig14(table: pd.DataFrame) -> Figure | None:
         axes.bar(0, 0, 0, label="decode (the system's colour)", color=style.GREY)
         marked = points[points.series.isin(tops.index)].set_index("series").value
         near = NEAR * max([panel.total_s.max(), *marked])
-        for _, row in panel.dropna(subset="total_s").iterrows():
-            words = f"{row.total_s:,.1f}" if row.total_s < 10 else f"{row.total_s:,.0f}"
-            top, points_above = row.total_s, 1.5
-            if abs(marked.get(row.label, math.inf) - top) < near:  # it would hide the number
-                top, points_above = max(top, marked[row.label]), 3.5
-            place: Any = {"xytext": (0, points_above), "textcoords": "offset points"}
-            at = tops[row.label], top
-            axes.annotate(words, at, **place, ha="center", va="bottom", fontsize=6)
+        for label, total_s in panel.set_index("label").total_s.dropna().items():
+            words = f"{total_s:,.1f}" if total_s < 10 else f"{total_s:,.0f}"
+            top, above = total_s, (0, 1.5)
+            if abs(marked.get(label, math.inf) - top) < near:  # it would hide the number
+                top, above = max(top, marked[label]), (0, 3.5)
+            place: Any = {"xytext": above, "textcoords": "offset points", "fontsize": 6}
+            axes.annotate(words, (tops[label], top), **place, ha="center", va="bottom")
 
     return _draw_timed(table, data.TIMED_SETUP, draw)
 
@@ -87,8 +86,7 @@ def fig16a(table: pd.DataFrame) -> Figure | None:
     table = table.assign(group=table.prompt_len + table.gen_len)
     table = table.sort_values("group", kind="stable")
     setup = ("model", "platform", "source", "batch_size", "gen_len")
-    words = "prompt + generated tokens"
-    return _draw_speedups("fig16a", table, setup, words=words, tick="{:,.0f}")
+    return _draw_speedups("fig16a", table, setup, "prompt + generated tokens", "{:,.0f}")
 
 
 def fig16b(table: pd.DataFrame) -> Figure | None:
@@ -99,9 +97,8 @@ def fig16b(table: pd.DataFrame) -> Figure | None:
     """
     billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
     table = table.iloc[billions.argsort(kind="stable")]
-    table = table.assign(group=table.model)
     setup = ("platform", "source", "batch_size", "prompt_len", "gen_len")
-    return _draw_speedups("fig16b", table, setup, words="model", tick="{}")
+    return _draw_speedups("fig16b", table.assign(group=table.model), setup, "model", "{}")
 
 
 def fig18(table: pd.DataFrame) -> Figure | None:
@@ -143,14 +140,14 @@ def _draw_timed(
     Where a label takes over `FAR` times as long as offload, a second panel shows offload and the
     labels that are never slower, whose bars the first shows too small.
     """
-    panels = [rows.assign(zoom="")]
-    for _, panel in rows.groupby(list(setup), sort=False):
+    panels = []
+    for _, panel in rows.groupby(list(setup), sort=False, dropna=False):
+        panels.append(panel.assign(zoom=""))
         longest = panel.groupby("label").total_s.max()
         if longest.max() > FAR * longest.get(BASE, math.nan):
             near = panel[panel.label.map(longest) <= longest[BASE]]
             panels.append(near.assign(zoom="offload and faster"))
-    in_order = pd.concat(panels).sort_index(kind="stable")  # each beside its own
-    return style.draw_rows(in_order, (*setup, "zoom"), draw, note=note)
+    return style.draw_rows(pd.concat(panels), (*setup, "zoom"), draw, note=note)
 
 
 def _stacked_times(axes: Axes, panel: pd.DataFrame, **other: Any) -> pd.DataFrame:
@@ -166,14 +163,10 @@ def _stacked_times(axes: Axes, panel: pd.DataFrame, **other: Any) -> pd.DataFram
 
 
 def _draw_speedups(
-    figure: str, table: pd.DataFrame, setup: Sequence[str], *, words: str, tick: str
+    figure: str, table: pd.DataFrame, setup: Sequence[str], words: str, tick: str
 ) -> Figure | None:
-    """Offload's seconds over the label's in the same setup and group; None without rows but
-    offload's.
-
-    Of prefill and decode together, as in the paper, and of decode alone. Without offload's row
-    there is no speedup.
-    """
+    """Offload's seconds over the label's in the same setup and group, of prefill and decode
+    together, as in the paper, and of decode alone; None without rows but offload's."""
 
     def draw(axes: Axes, panel: pd.DataFrame, time: str) -> None:
         data.refuse_repeats(panel, ["group", "label"])
@@ -190,8 +183,7 @@ def _draw_speedups(
             style.mark_published(axes, centres, points)
 
     table = table.groupby(list(setup)).filter(lambda rows: (rows.label != BASE).any())
-    draws = [partial(draw, time=time) for time in TIMES]
-    return style.draw_rows(table, setup, *draws)
+    return style.draw_rows(table, setup, *(partial(draw, time=time) for time in TIMES))
 
 
 # From a disk, by the context
@@ -249,19 +241,18 @@ def _draw_batches(axes: Axes, panel: pd.DataFrame) -> None:
     for label in style.ordered(panel.label):
         rows = fitting[fitting.label == label].sort_values("batch_size")
         look = style.look(label)
-        x, y = rows.batch_size, rows.decode_tokens_per_s
         if rows.empty:
             cross = look.of_line | {"marker": "x", "markersize": 7, "label": label}
             axes.plot([1], [1 if math.isnan(best_of_base) else best_of_base], **cross)
             continue
-        axes.plot(x, y, label=label, **look.of_line)
+        rates = rows.set_index("batch_size").decode_tokens_per_s
+        axes.plot(rates, label=label, **look.of_line)
         if rows.wall.iloc[-1] != "max_batch":
-            axes.plot(x.iloc[-1:], y.iloc[-1:], color=look.color, **WALL)
-        first = rows[y > best_of_base].head(1)
+            axes.plot(rates.tail(1), color=look.color, **WALL)
         if label != IDEAL:
-            axes.plot(first.batch_size, first.decode_tokens_per_s, color=look.color, **RING)
+            axes.plot(rates[rates > best_of_base].head(1), color=look.color, **RING)
     if not math.isnan(best_of_base):
         axes.axhline(best_of_base, color=style.GREY, linewidth=0.8, linestyle=":")
     style.log2_x(axes, [power for power in POWERS if power <= 2 * panel.batch_size.max()])
-    style.log_y(axes)
+    style.log(axes.yaxis)
     axes.set(xlabel="batch size (sequences)", ylabel="decode tokens/s of the batch")

@@ -6,7 +6,6 @@ of colour blindness.
 
 import re
 import textwrap
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
@@ -75,8 +74,7 @@ WIDTH, WIDTHS = re.compile(r"INT[1248]"), re.compile(r"INT[1248](/[1248])*")
 ASKED, NOT_ASKED = r"(?:^|, )budget=", "budget not set"
 """In the settings of a run that was asked for a budget, and the words for a run that was not."""
 LOOKS = {label: Look(*look) for label, look in REGISTRY["looks"].items()}
-SEQUENCE = [Look(*look) for look in REGISTRY["sequence"]]
-OTHERS = [Look(*look) for look in REGISTRY["others"]]
+SEQUENCE, OTHERS = ([Look(*look) for look in REGISTRY[name]] for name in ("sequence", "others"))
 _given: dict[str, Look] = {}
 """The looks of `OTHERS` that labels have, while the figures of one folder are drawn."""
 
@@ -88,16 +86,9 @@ PUBLISHED_MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
 
 
 def look(label: str) -> Look:
-    """The label's appearance, the same in all figures that are drawn together.
-
-    A label that is not listed gets one of `OTHERS` by its spelling, or the next that is free.
-    """
-    if label not in LOOKS and label not in _given:
-        first = zlib.crc32(label.encode()) % len(OTHERS)
-        in_turn = [*OTHERS[first:], *OTHERS[:first]]
-        free = [other for other in in_turn if other not in _given.values()]
-        _given[label] = (free or in_turn)[0]
-    return LOOKS.get(label) or _given[label]
+    """The label's appearance, the same in all figures that are drawn together; of one that is not
+    listed the next of `OTHERS`."""
+    return LOOKS.get(label) or _given.setdefault(label, OTHERS[len(_given) % len(OTHERS)])
 
 
 def ordered(labels: Iterable[str]) -> list[str]:
@@ -105,19 +96,14 @@ def ordered(labels: Iterable[str]) -> list[str]:
 
     The part after a comma, a budget for example, does not count.
     """
-    return sorted(dict.fromkeys(labels), key=_rank)
-
-
-def _rank(label: str) -> int:
     known = [*LOOKS, "", PREFILL, CHANCE, OF_PAPER]
-    names = label.partition(",")[0], _method(label), ""
-    return next(known.index(name) for name in names if name in known)
 
+    def rank(label: str) -> int:
+        name = label.partition(",")[0]
+        like = QUANTIZED if WIDTHS.fullmatch(name) else ""
+        return next(known.index(each) for each in (name, like, "") if each in known)
 
-def _method(text: str) -> str:
-    """What stands before the first comma; one name for all widths of an integer codec."""
-    name = text.partition(",")[0]
-    return QUANTIZED if WIDTHS.fullmatch(name) else name
+    return sorted(dict.fromkeys(labels), key=rank)
 
 
 def in_sequence(series: Iterable[str]) -> dict[str, Look]:
@@ -176,15 +162,14 @@ def draw_panels(
 
 def own_note(panels: Iterable[tuple[str, pd.DataFrame]]) -> str:
     """Which names of which panels (title, rows) are of one's own runs; empty without any."""
-    titles: dict[str, list[str]] = {}
+    titles: dict[str, dict[str, None]] = {}
     for title, rows in panels:
         names = rows["label" if "label" in rows else "series"]
-        own = ", ".join(ordered(names[rows.own]))
-        titles.setdefault(own, []).append(title)
+        titles.setdefault(", ".join(ordered(names[rows.own])), {})[title] = None
     titles.pop("", None)
     words = []
     for own, shown in titles.items():
-        where = "; ".join(filter(None, dict.fromkeys(shown)))
+        where = "; ".join(filter(None, shown))
         words.append(f"{own} ({where})" if where else own)
     return f"of one's own runs: {'; '.join(words)}; all others are shipped" if words else ""
 
@@ -204,18 +189,14 @@ def finish(figure: Figure, note: str) -> Figure:
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
         figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
     letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
-    lines: list[str] = []
-    for paragraph in note.split("\n"):
-        lines += textwrap.wrap(paragraph, letters)
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6, color="#444444")
+    text = "\n".join(textwrap.fill(paragraph, letters) for paragraph in note.split("\n"))
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=6, color="#444444")
     return figure
 
 
 def error_note(rows: pd.DataFrame) -> str:
-    """What the error bars of `rows` are.
-
-    KL and agreement compare with the full cache by themselves.
-    """
+    """What the error bars of `rows` are. KL and agreement compare with the full cache by
+    themselves."""
     by_themselves = rows.metric.isin(["perplexity_full", "kl_nats", "top1_agreement"])
     paired = rows[(rows.label != FULL) & ~by_themselves].difference.notna()
     if not paired.any():
@@ -242,9 +223,8 @@ def draw_lines(
     change a line's look.
     """
     for name in ordered(points.name):
-        line = points[points.name == name].sort_values("x")
+        line = points[points.name == name].sort_values("x").set_index("x")
         of_name = looks[name] if looks else look(line.label.iloc[0])
-        line = line.set_index("x")
         line = line if at is None else line.reindex(at)
         stderr = line.stderr if line.stderr.notna().any() else None
         words: Any = of_name.of_line | {"label": name, "capsize": 2, "elinewidth": 0.8}
@@ -278,26 +258,16 @@ def budget_lines(axes: Axes, rows: pd.DataFrame, *, codecs: str) -> None:
     axes.set_xlim(left=0)
 
 
-def log_y(axes: Axes, values: pd.Series | None = None) -> None:
-    """A logarithmic y axis with plain numbers at 1, 2 and 5.
+def log(axis: Axis, values: pd.Series | None = None) -> None:
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5.
 
     Given `values`, only where the largest is over `WIDE` times the smallest.
     """
     if values is None or values.max() > WIDE * values.min():
-        axes.set_yscale("log")
-        _plain_numbers(axes.yaxis)
-
-
-def log_x(axes: Axes) -> None:
-    """A logarithmic x axis with plain numbers at 1, 2 and 5."""
-    axes.set_xscale("log")
-    _plain_numbers(axes.xaxis)
-
-
-def _plain_numbers(axis: Axis) -> None:
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def log2_x(axes: Axes, values: Iterable[float]) -> None:

@@ -143,7 +143,7 @@ def small(monkeypatch) -> None:
 
     entries = [{"method": ["full", "h2o", "int4"], "experiment": "fig12"}]
     sweep = {"settings": {"num_windows": 2}, "runs": entries}
-    monkeypatch.setattr("harness.run.jobs.read_plan", lambda given: read_plan({"sweep": sweep}))
+    monkeypatch.setattr("harness.run.cli.read_plan", lambda given: read_plan({"sweep": sweep}))
 
 
 @pytest.fixture

@@ -338,6 +338,7 @@ class Trace(TorchDispatchMode):
             patch.setattr("harness.model.attached.require_in_range", lambda *_: None)
             patch.setattr("harness.model.attached.require_embedded", lambda *_: None)
             patch.setattr("harness.model.attached.rotary_of", whole_heads)
+            patch.setattr("harness.model.decoder.Decoder._find_unused", without_keys)
             for at, layer in enumerate(checked_decoder(model).layers):
                 hooks.callback(layer.module.register_forward_pre_hook(partial(self._enter, at)).remove)
             with attach(model) as attached:
@@ -490,6 +491,13 @@ class Trace(TorchDispatchMode):
             self.fault(f"{name}: {size} is no grid")
         if not warmup:
             self.count(name)
+
+
+def without_keys(_: Any, layer: Layer) -> None:
+    """What a query does without: by name, instead of by trial."""
+    children = dict(layer.module.named_children())
+    layer.unused = {name: children[name].out_features for name in ("k_proj", "v_proj") if name in children}
+    layer.query_modules = tuple(children.keys() & {"q_proj", "q_norm"})
 
 
 def whole_heads(_: Any, layer: Layer) -> Rotary:

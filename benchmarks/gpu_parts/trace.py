@@ -17,7 +17,7 @@ from harness.decode.session import LiveSession
 from harness.model.resources import Resources
 from harness.settings.config import RunConfig
 from harness.speed.generate import live
-from harness.speed.latency import decode_rows, prompt_ids, require_length
+from harness.speed.latency import decode_rows, prompt_ids
 from harness.speed.link_rate import idle_s
 
 WARM_UP = 3
@@ -33,17 +33,14 @@ GIB = 2**30
 def trace_step(config: RunConfig, path: Path) -> None:
     """Profile a decode step of the run that `config` describes. Writes a Chrome trace to `path`, compressed where it
     ends with .gz, and prints the step's time without the profiler, its kernels, and how busy each stream was.
-
-    Raises UserError for a sequence that is too long for the model.
     """
     loaded, shape = Resources().model(config.model), config.latency
-    require_length(shape, loaded)
     with (
         live(config, loaded, lambda: decode_rows(shape)) as (open_session, _),
         closing(open_session(shape.gen_len)) as session,
     ):
         device = session.attached.device
-        found = _profiled(session, prompt_ids(config, loaded).to(device))
+        found = _profiled(session, prompt_ids(config, loaded, shape.batch_size).to(device))
         pinned_gib = session.pinned_bytes / GIB
     path.parent.mkdir(parents=True, exist_ok=True)
     found.export_chrome_trace(str(path))

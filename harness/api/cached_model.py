@@ -53,7 +53,7 @@ from harness.model.prompts import positions_of
 from harness.replay.session import Setup
 from harness.replay.setup import prepare
 from harness.settings.task_config import NEW_TOKENS
-from harness.speed.latency import compute_threads, two_memories
+from harness.speed.memories import compute_threads, two_memories
 from methods.base import TokenCounts
 
 if TYPE_CHECKING:

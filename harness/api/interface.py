@@ -37,9 +37,9 @@ from harness.results.record import read_record
 from harness.results.samples import full_runs
 from harness.results.table_rows import frames_of
 from harness.run.compose import load as load_settings
-from harness.run.hints import source_of_model
 from harness.run.runner import Run, report, require_devices, users_faults
 from harness.run.runner import run as start
+from harness.run.words import source_of_model
 from harness.scoring.progress import bar, quietly
 from harness.settings.config import ModelConfig, RunConfig
 from harness.speed.ask import ask_all

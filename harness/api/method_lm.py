@@ -9,7 +9,6 @@ prompt ends where the task's does. So log-likelihoods and texts are the same.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +24,10 @@ from harness.model.load import LoadedModel
 from harness.results import inputs
 from harness.results.record import run_id
 from harness.run.runner import users_faults
-from harness.scoring.evaluation import ReplayEngine, prefill_of
-from harness.scoring.lm import Prefill, ReplayLM
+from harness.scoring.evaluation import prefill_of
+from harness.scoring.lm import ReplayLM
 from harness.scoring.model_texts import Chat
+from harness.scoring.planning import Prefill
 from harness.scoring.progress import say
 from harness.settings.config import RunConfig
 
@@ -46,7 +46,7 @@ class MethodLM(LM):
         self.loaded = loaded
         self.max_length = loaded.max_length
         self.reads: dict[str, ReadStats] = {}
-        self._prompts = self._replay("", Prefill("dense"))[0]
+        self._prompts = self._replay("", Prefill("dense"))
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Keep the answers of this run apart from all others in the file of lm-eval's
@@ -89,25 +89,24 @@ class MethodLM(LM):
         answers: list[Any] = [None] * len(requests)
         for task, numbers in by_task.items():
             prefill = prefill_of(task, self.config, writes=request_type == "generate_until")
-            lm, engine = self._replay(task, prefill)
+            lm = self._replay(task, prefill)
             with users_faults(self.config):
                 found = getattr(lm, request_type)([requests[number] for number in numbers])
             for number, answer in zip(numbers, found, strict=True):
                 answers[number] = answer
             for line in lm.notes():
                 say(line)
-            self.reads[task] = self.reads.get(task, ReadStats()) + engine.reads
-            budget = f"{engine.reads.budget:.1%} of the cache"
+            self.reads[task] = self.reads.get(task, ReadStats()) + lm.reads
+            budget = f"{lm.reads.budget:.1%} of the cache"
             say(f"{task}: {self.config.label} read {budget}")
         return answers
 
-    def _replay(self, task: str, prefill: Prefill) -> tuple[ReplayLM, ReplayEngine]:
+    def _replay(self, task: str, prefill: Prefill) -> ReplayLM:
         """What answers the requests of one task."""
-        engine = ReplayEngine(self.config, self.loaded, task, sys.stderr)
-        lm = engine.lm(prefill)
+        lm = ReplayLM(self.config, self.loaded, task, prefill)
         lm.max_length = self.max_length
         lm.set_cache_hook(self.cache_hook)
-        return lm, engine
+        return lm
 
     # Prompts, and what lm-eval notes about a model
 

@@ -116,8 +116,8 @@ class MethodCache(ModelCache):
             **vars(stats_of(session)),
             steps=session.steps,
             budget=session.reads.budget if session.steps else None,
-            h2d_bytes=session.h2d_bytes,
-            d2h_bytes=session.d2h_bytes,
+            h2d_bytes=int(session.traffic.loaded.num_bytes),
+            d2h_bytes=int(session.traffic.written.num_bytes),
         )
 
     def require_open(self) -> LiveSession:

@@ -161,7 +161,7 @@ def rows_of_the_gpu_cache_are_counted(trial: Trial) -> str:
         reads = counted.reads
         expected_shares = Result(logits, reads.budget, reads.device_frac, reads.resident_frac)
         _same_shares(result_of(session, logits), expected_shares, "", "in replay")
-        crossed, expected = int(session.loaded_bytes), 0
+        crossed, expected = int(session.traffic.loaded.num_bytes), 0
         policies = [policy for policy in session.policies if policy.kind != "local"]
         for policy, store in zip(policies, session.stores, strict=True):
             if policy.kind == "method" and policy.names_rows:

@@ -230,7 +230,7 @@ class Trial:
                     state.select = listen  # type: ignore[method-assign, assignment]
 
             decoded = result_of(session, self.force(session, listen_to_all))
-            crossed = session.h2d_bytes
+            crossed = int(session.traffic.loaded.num_bytes)
             slot_bytes = [store.slot_bytes for store in session.stores]
         expected, method = 0, self.setup.method
         for layer, of_slot in enumerate(slot_bytes):

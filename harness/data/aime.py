@@ -37,7 +37,7 @@ def load(task: str, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, A
     for line in _text(task).splitlines():
         row = json.loads(line)
         rows.append({"problem": row["problem"], "answer": row["expected_answer"]})
-    limit = {"max_gen_toks": config.task.max_gen_toks}
+    limit = {"max_gen_toks": config.task.known.max_gen_toks}
     settings |= {"task": task, "generation_kwargs": settings["generation_kwargs"] | limit}
     return settings, rows[: config.num_samples_of(task)]
 

@@ -52,42 +52,8 @@ class Question(NamedTuple):
     needle: str
 
 
-class Context(NamedTuple):
-    """A text and the values in it. values: digits by item. subject: the text's name for such a
-    value."""
-
-    text: str
-    values: dict[str, str]
-    subject: str
-
-    def sentence(self, item: str) -> str:
-        """The sentence with the value of an item."""
-        return _sentence(self.subject, item, self.values[item])
-
-
-def kv_recall_context(rng: random.Random, num_sentences: int | None = None) -> Context:
-    """A list of 24 items and their 4-digit codes. num_sentences: further lines, at random places
-    among them; None: no other."""
-    values = _values(rng, num_items=24, num_digits=4)
-    lines = [_sentence("code", item, code) for item, code in values.items()]
-    if num_sentences:
-        lines += rng.sample(offline_sentences(), num_sentences)
-        rng.shuffle(lines)
-    return Context("\n".join(["Here is a list of items and their codes.", *lines]), values, "code")
-
-
-def passkey_context(rng: random.Random, num_sentences: int | None = None) -> Context:
-    """8 sentences with a 5-digit code each, at random places among `num_sentences` sentences of the
-    offline text; None: 8."""
-    values = _values(rng, num_items=8, num_digits=5)
-    keys = [_sentence("secret code", item, code) for item, code in values.items()]
-    number = 8 if num_sentences is None else num_sentences
-    sentences = rng.sample(offline_sentences(), number) + keys
-    rng.shuffle(sentences)
-    return Context(" ".join(sentences), values, "secret code")
-
-
-CONTEXTS = {"kv_recall": kv_recall_context, "passkey": passkey_context}
+SUBJECTS = {"kv_recall": "code", "passkey": "secret code"}
+"""What the text of a task calls its values."""
 
 
 def load(task: str, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -106,7 +72,7 @@ def load(task: str, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, A
     }
     count = config.num_samples_of(task)
     assert count is not None, "generated tasks have no end of their own"
-    num_sentences = config.task.num_sentences
+    num_sentences = config.task.known.num_sentences
     if num_sentences is not None and num_sentences > len(offline_sentences()):
         most = f"at most {len(offline_sentences())}, the sentences of the offline text"
         raise UserError(f"metadata.num_sentences={num_sentences}: must be {most}")
@@ -117,49 +83,53 @@ def load(task: str, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, A
 def questions(
     task: str, num_questions: int, seed: int, num_sentences: int | None = None
 ) -> list[Question]:
-    """The first questions of a task in `CONTEXTS`: the same on every machine, and for every
-    `num_questions`. num_sentences: of the offline text in a context; None: as many as the task has
-    by itself."""
+    """The first questions of a task: the same on every machine, and for every `num_questions`.
+    num_sentences: of the offline text in a context; None: as many as the task has by itself."""
     made: list[Question] = []
     while len(made) < num_questions:
         context_id = len(made) // QUESTIONS_PER_CONTEXT
         rng = random.Random(f"{task}/{seed}/{context_id}")
-        context = CONTEXTS[task](rng, num_sentences)
-        for item in rng.sample(list(context.values), QUESTIONS_PER_CONTEXT):
-            right = context.values[item]
-            others = [code for other, code in context.values.items() if other != item]
+        text, values = _context(task, rng, num_sentences)
+        for item in rng.sample(list(values), QUESTIONS_PER_CONTEXT):
+            right = values[item]
+            others = [code for other, code in values.items() if other != item]
             choices = [right, *rng.sample(others, NUM_CHOICES - 1)]
             rng.shuffle(choices)
-            subject = f"{context.subject} of the {item}"
-            prompt = f"{context.text}{MARKER} What is the {subject}?\nAnswer: The {subject} is"
+            subject = f"{SUBJECTS[task]} of the {item}"
+            prompt = f"{text}{MARKER} What is the {subject}?\nAnswer: The {subject} is"
             texts = [f" {code}" for code in choices]
-            needle = context.sentence(item)
+            needle = f"The {subject} is {right}."
             made.append(Question(context_id, prompt, texts, choices.index(right), needle))
     return made[:num_questions]
+
+
+def _context(
+    task: str, rng: random.Random, num_sentences: int | None
+) -> tuple[str, dict[str, str]]:
+    """A text, and the digits of each of its items."""
+    num_items, num_digits = (24, 4) if task == "kv_recall" else (8, 5)
+    items = rng.sample(ITEMS, num_items)
+    codes = rng.sample(range(10 ** (num_digits - 1), 10**num_digits), num_items)
+    values = dict(zip(items, map(str, codes), strict=True))
+    lines = [f"The {SUBJECTS[task]} of the {item} is {code}." for item, code in values.items()]
+    if task == "passkey":
+        number = 8 if num_sentences is None else num_sentences
+        lines = rng.sample(offline_sentences(), number) + lines
+        rng.shuffle(lines)
+        return " ".join(lines), values
+    if num_sentences:
+        lines += rng.sample(offline_sentences(), num_sentences)
+        rng.shuffle(lines)
+    return "\n".join(["Here is a list of items and their codes.", *lines]), values
 
 
 @cache
 def offline_sentences() -> list[str]:
     """Plain sentences of the offline text: 40 to 160 letters and simple punctuation from a capital
     to a full stop."""
-    paragraphs = [" ".join(paragraph.split()) for paragraph in offline_text().split("\n\n")]
-    sentences = [
-        sentence
-        for paragraph in paragraphs
-        for sentence in re.split(r"(?<=\.) (?=[A-Z])", paragraph)
-    ]
-    return [
-        sentence
-        for sentence in sentences
-        if re.fullmatch(r"[A-Z][A-Za-z ,;'()-]{38,158}\.", sentence)
-    ]
-
-
-def _sentence(subject: str, item: str, code: str) -> str:
-    return f"The {subject} of the {item} is {code}."
-
-
-def _values(rng: random.Random, num_items: int, num_digits: int) -> dict[str, str]:
-    items = rng.sample(ITEMS, num_items)
-    codes = rng.sample(range(10 ** (num_digits - 1), 10**num_digits), num_items)
-    return dict(zip(items, map(str, codes), strict=True))
+    found = []
+    for paragraph in offline_text().split("\n\n"):
+        for sentence in re.split(r"(?<=\.) (?=[A-Z])", " ".join(paragraph.split())):
+            if re.fullmatch(r"[A-Z][A-Za-z ,;'()-]{38,158}\.", sentence):
+                found.append(sentence)
+    return found

@@ -13,9 +13,9 @@ reached on a map of one-way roads.
 
 The model writes a depth-first search, as two worked examples in the prompt show it: it follows the
 first road that leaves a place, and where there is none it goes back to the next road that it has
-left out. A script searches the map by itself and checks the prize that the model names last. Only
-one of four prizes can be reached, so a guess is right in a quarter of the questions. The search
-needs the roads, which are in the prompt, and what the model has written so far.
+left out. The prize that the model names last counts. Only one of four prizes can be reached, so a
+guess is right in a quarter of the questions. The search needs the roads, which are in the prompt,
+and what the model has written so far.
 
 `metadata.places` sets the number of places on the map, and so the length of the working.
 """
@@ -42,10 +42,11 @@ ANSWER = re.compile(r"Prize: (\d+)")
 
 class Map(NamedTuple):
     """roads: where the roads of each place lead to: places, or a prize. start: the place that is
-    asked about."""
+    asked about. prize: the one that can be reached from there."""
 
     roads: dict[str, list[str]]
     start: str
+    prize: str
 
     @property
     def question(self) -> str:
@@ -59,7 +60,7 @@ class Map(NamedTuple):
 
 def load(config: RunConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The settings of lm-eval's task, and its rows."""
-    places, count = config.task.places, config.num_samples_of("graph_search")
+    places, count = config.task.known.places, config.num_samples_of("graph_search")
     assert count is not None, "generated tasks have no end of their own"
     settings = {
         "task": "graph_search",
@@ -90,30 +91,14 @@ def questions(count: int, places: int, seed: int) -> list[dict[str, Any]]:
             parts.append(shown.question + working(shown))
         asked = made(rng, places)
         parts.append(asked.question)
-        pairs: list[list[str]] = []
-        for place, others in asked.roads.items():
-            pairs += [[place, other] for other in others]
-        row = {"prompt": "\n\n".join(parts), "roads": pairs, "start": asked.start}
-        rows.append(row | {"prize": reached(pairs, asked.start)})
+        rows.append({"prompt": "\n\n".join(parts), "prize": asked.prize})
     return rows
 
 
 def judged(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """lm-eval's `process_results`: 1 where the prize that an answer names last can be reached."""
     named = ANSWER.findall(results[0])
-    return {"acc": float(bool(named) and named[-1] == reached(doc["roads"], doc["start"]))}
-
-
-def reached(roads: Sequence[Sequence[str]], start: str) -> str:
-    """The prize that can be reached from a place. roads: pairs of a place and where a road leads
-    to."""
-    waiting = [start]
-    while waiting:
-        here = waiting.pop()
-        if here.startswith("prize "):
-            return here.removeprefix("prize ")
-        waiting += [other for place, other in roads if place == here]
-    raise ValueError(f"no prize can be reached from {start}")
+    return {"acc": float(named[-1:] == [doc["prize"]])}
 
 
 def made(rng: random.Random, places: int) -> Map:
@@ -134,7 +119,7 @@ def made(rng: random.Random, places: int) -> Map:
     for place, prize in zip(others, prizes[1:], strict=True):
         roads[place] = [f"prize {prize}"]
     order = rng.sample(words, places)
-    return Map({place: roads[place] for place in order}, way[0])
+    return Map({place: roads[place] for place in order}, way[0], prizes[0])
 
 
 def working(asked: Map) -> str:

@@ -27,11 +27,9 @@ def read_json(
     """The rows of one or several files: JSON lines, or a list of objects.
 
     fields: that no row may lack, since a prompt would say None. inside: the key of a file's one
-    object under which the list is.
-
-    Raises:
-        UserError: a file is missing, empty or no JSON (line by number); a row lacks a field, or
-        holds a value that no data set holds unchanged.
+    object under which the list is. Raises UserError for a file that is missing, empty or no JSON
+    (line by number), and a row that lacks a field or holds a value that no data set holds
+    unchanged.
     """
     import datasets
 
@@ -44,15 +42,13 @@ def read_json(
             rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     columns = [_column(f"{paths[0]}", name, [row.get(name) for row in rows]) for name in names]
-    with refused(f"{paths[0]}: has no rows with fields"):
-        return datasets.concatenate_datasets(columns, axis=1)
+    return datasets.concatenate_datasets(columns, axis=1)
 
 
 def _parsed(path: Path, inside: str | None) -> list[dict[str, Any]]:
-    with refused(f"{path}: cannot be read"):
+    with refused(f"{path}: cannot be read as a list of objects"):
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).rstrip()
-    if inside is not None or text.startswith(b"["):
-        with refused(f"{path}: expected a list of objects"):
+        if inside is not None or text.startswith(b"["):
             whole = json.loads(text)
             return [dict(row) for row in (whole if inside is None else whole[inside])]
     rows = []

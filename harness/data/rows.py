@@ -71,9 +71,8 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
     """The rows of a task that does not make its own, and where they lie. own: the task's YAML,
     resolved.
 
-    Raises:
-        UserError: a file that is missing or malformed, a hub that cannot be reached, or too few
-        examples.
+    Raises UserError for a file that is missing or malformed, a hub that cannot be reached, and
+    examples without rows of their own: lm-eval would show rows that it asks.
     """
     if names_files(own):
         source = _named_source(task, own)
@@ -83,27 +82,15 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
         source = Source(f"data.root={config.data.root}", rows, files)
     else:
         source = Source(f"data=hub: {own.get('dataset_path')}", hub_rows(task, own))
-    _require_examples(task, own, source)
-    return source
-
-
-def _require_examples(task: str, own: Mapping[str, Any], source: Source) -> None:
-    """Raise UserError where a split has fewer rows than lm-eval draws of it as examples."""
-    shots, split = own["num_fewshot"], example_split(own)
     in_yaml = (own.get("fewshot_config") or {}).get("samples")
-    if not shots or callable(in_yaml):
-        return
-    if in_yaml is not None and not own.get("fewshot_split"):
-        count, needed = len(in_yaml), shots
-    else:
-        count = len(source.rows.get(str(split), ()))
-        # lm-eval draws one more, lest the row that is asked be among them, where both are equal.
-        needed = shots + (own.get("fewshot_split") == own.get("test_split"))
-    if count < needed:
+    needs_rows = in_yaml is None or (own.get("fewshot_split") and not callable(in_yaml))
+    split = example_split(own) or "train"
+    if own["num_fewshot"] and needs_rows and not len(source.rows.get(split, ())):
         raise UserError(
-            f"num_fewshot={shots}: {task} has {count} rows of its split {split or 'train'} in "
-            f"{source.name}, from which {needed} are drawn; allowed: fewer"
+            f"num_fewshot={own['num_fewshot']}: {task} has no rows of its split {split} in "
+            f"{source.name}; allowed: 0"
         )
+    return source
 
 
 def names_files(config: Mapping[str, Any]) -> bool:
@@ -125,16 +112,18 @@ def _files_of(builder: Any) -> Files:
     return {str(split): [Path(path) for path in paths] for split, paths in by_split}
 
 
-def _unreadable(config: Mapping[str, Any]) -> str:
-    return f"tasks={config.get('task')}: the files that its YAML names cannot be read"
+@contextmanager
+def _reading(config: Mapping[str, Any]) -> Iterator[None]:
+    what = f"tasks={config.get('task')}: the files that its YAML names cannot be read"
+    with no_network(), refused(what):
+        yield
 
 
 def _builder(config: Mapping[str, Any]) -> Any:
     import datasets
 
-    given = (config["dataset_path"], config.get("dataset_name"))
-    with no_network(), refused(_unreadable(config)):
-        return datasets.load_dataset_builder(*given, **hub_options(config))
+    with _reading(config):
+        return datasets.load_dataset_builder(*_named(config), **hub_options(config))
 
 
 def _named_source(task: str, config: Mapping[str, Any]) -> Source:
@@ -144,7 +133,7 @@ def _named_source(task: str, config: Mapping[str, Any]) -> Source:
 
     builder = _builder(config)
     files = _files_of(builder)
-    with no_network(), refused(_unreadable(config)):
+    with _reading(config):
         if builder.name == "json":
             about = (template_fields(config), builder.config.field)
             rows = {split: read_json(paths, *about) for split, paths in files.items()}
@@ -152,9 +141,7 @@ def _named_source(task: str, config: Mapping[str, Any]) -> Source:
             options = builder.config.pd_read_csv_kwargs
             rows = {split: read_csv(paths, options) for split, paths in files.items()}
         else:
-            rows = datasets.load_dataset(
-                config["dataset_path"], config.get("dataset_name"), **hub_options(config)
-            )
+            rows = datasets.load_dataset(*_named(config), **hub_options(config))
     return Source(f"task {task}", rows, files)
 
 
@@ -172,23 +159,20 @@ def _read(split: str, paths: Sequence[Path], fields: Sequence[str]) -> Dataset:
 
 
 def find_files(root: str | Path, task: str, config: Mapping[str, Any]) -> Files:
-    """The files of all splits that there are; that which is scored is among them.
-
-    Raises:
-        UserError: it is in none of the folders; says where it may lie.
-    """
+    """The files of all splits that there are; that which is scored is among them. UserError, which
+    says where it may lie, where it is in none of the folders."""
     root = Path(root).resolve()
     scored = scored_split(config)
     for folder in _folders(task, config) if scored else ():
         for place in (root / folder, root / folder / "data"):
             files: dict[str, list[Path]] = {}
             for split in filter(None, map(config.get, ROLES)):
-                whole = [
-                    path for suffix in SUFFIXES if (path := place / f"{split}{suffix}").is_file()
-                ]
-                files[split] = whole[:1] or sorted(place.glob(f"{split}-*.parquet"))
-            if files[str(scored)]:
-                return {split: found for split, found in files.items() if found}
+                whole = [place / f"{split}{suffix}" for suffix in SUFFIXES]
+                found = [path for path in whole if path.is_file()][:1]
+                if found := found or sorted(place.glob(f"{split}-*.parquet")):
+                    files[split] = found
+            if scored in files:
+                return files
     raise UserError(f"data.root={root}: tasks={task} needs {layout(task, config)}; there are none")
 
 
@@ -213,18 +197,14 @@ def _folders(task: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that the templates of a task put into every prompt, whatever is in them.
-
-    None where Python makes or changes the rows, and none of a template that has conditions or
-    defaults.
-    """
+    """The fields that a task's templates put into every prompt, whatever is in them: none where
+    Python makes or changes the rows, and none of a template that has conditions or defaults."""
     from jinja2 import Environment, meta
 
+    if config.get("process_docs"):
+        return ()
     found: set[str] = set()
-    for name in (
-        ("doc_to_text", "doc_to_target", "doc_to_choice") if not config.get("process_docs") else ()
-    ):
-        template = config.get(name)
+    for template in map(config.get, ("doc_to_text", "doc_to_target", "doc_to_choice")):
         if isinstance(template, str) and not re.search(r"{%|\bif\b|\bdefault\b", template):
             found |= meta.find_undeclared_variables(Environment().parse(template))
     return tuple(sorted(found))
@@ -233,14 +213,16 @@ def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
 # The hub
 
 
+def _named(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The name of a task's data set, and of its part."""
+    return config.get("dataset_path"), config.get("dataset_name")
+
+
 def hub_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with which a task loads its data set from the hub; code in a data set is never
-    run."""
-    return {
-        key: value
-        for key, value in (config.get("dataset_kwargs") or {}).items()
-        if key != "trust_remote_code"
-    }
+    """The options with which a task loads its data set; code in a data set is never run."""
+    options = dict(config.get("dataset_kwargs") or {})
+    options.pop("trust_remote_code", None)
+    return options
 
 
 def hub_rows(task: str, config: Mapping[str, Any]) -> Any:
@@ -248,12 +230,10 @@ def hub_rows(task: str, config: Mapping[str, Any]) -> Any:
     `from_hub`."""
     import datasets
 
-    path, part = config.get("dataset_path"), config.get("dataset_name")
-
     def load() -> Any:
-        return datasets.load_dataset(path=path, name=part, **hub_options(config))
+        return datasets.load_dataset(*_named(config), **hub_options(config))
 
-    return from_hub(str(path), load, f"{layout(task, config)} below it")
+    return from_hub(str(config.get("dataset_path")), load, f"{layout(task, config)} below it")
 
 
 @contextmanager
@@ -277,11 +257,9 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
     """Call `load`, which reads the hub's data set `name`, without the network; where that fails,
     with it.
 
-    files: the files that `data=local` would need below its root, for the error.
-
-    Raises:
-        UserError: it is not cached and the hub is unreachable or refuses, or it cannot be read;
-        says what remains. ImportError: a package that reads it is not installed.
+    files: the files that `data=local` would need below its root, for the error. Raises UserError,
+    which says what remains, where it is not cached and the hub is unreachable or refuses, or it
+    cannot be read; ImportError where a package that reads it is not installed.
     """
     from huggingface_hub import constants, get_session
 
@@ -312,9 +290,8 @@ def revision(config: Mapping[str, Any], fetch: Callable[[], object]) -> str:
     import datasets
 
     def cached() -> str:
-        given = (config.get("dataset_path"), config.get("dataset_name"))
         with no_network(), suppress(Exception):  # of which `datasets` has many for missing rows
-            return str(datasets.load_dataset_builder(*given, **hub_options(config)).hash)
+            return str(datasets.load_dataset_builder(*_named(config), **hub_options(config)).hash)
         return ""
 
     found = cached()

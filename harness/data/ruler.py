@@ -17,7 +17,7 @@ import io
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from harness.data.ruler_package import QUESTIONS, TaskRow, restored
 from harness.errors import UserError
 from harness.files import cache_dir, replacing, text_sha256
 from harness.settings.config import RunConfig
-from harness.settings.task_config import RULER_TASKS
+from harness.settings.task_config import GENERATED_TASKS, RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
@@ -67,39 +67,33 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     that order.
 
     A metric is named by its length in tokens, as lm-eval's are; a row has that of its own length
-    alone.
-
-    Raises:
-        UserError: a length that is too short for the task or too long for the model.
+    alone. Raises UserError for a length that is too short for the task or too long for the model.
     """
     from lm_eval import tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    count, lengths = config.num_samples_of(task), config.task.lengths
+    count, lengths = config.num_samples_of(task), config.task.known.max_seq_lengths
     assert count is not None, "lm-eval makes as many as it is asked for"
     yaml = Path(tasks.__file__).parent / "ruler" / f"{task.removeprefix('ruler_')}.yaml"
-    settings = load_yaml(
-        yaml, resolve_func=False
-    )  # functions as words: importing them would need more packages
-    max_gen_toks = (
-        settings["generation_kwargs"]["max_gen_toks"] if config.task.too_long == "refuse" else None
-    )
+    # Functions as words: importing them would need more packages.
+    settings = load_yaml(yaml, resolve_func=False)
+    max_gen_toks = settings["generation_kwargs"]["max_gen_toks"]
+    if config.task.too_long == "truncate":
+        max_gen_toks = None
+    wanted = count // len(lengths)
     rows: list[TaskRow] = []
     for length in lengths:
-        wanted = count // len(lengths)
         of_length = _rows_that_fit(task, length, wanted, config.seed, loaded, max_gen_toks)
         if config.prefill == "both" and task in ONE_NEEDLE:
             contexts, of_length = of_length, []
             for number, row in enumerate(contexts):
                 of_length += turns(row, f"{config.seed}/{number}")
         rows += of_length[:wanted]
+    metric = {"aggregation": "mean", "higher_is_better": True}
     return settings | {
         "task": task,
         "process_results": _score_any if task in QUESTIONS else _score_all,
-        "metric_list": [
-            {"metric": str(length), "aggregation": "mean", "higher_is_better": True}
-            for length in lengths
-        ],
+        "metric_list": [{"metric": str(length)} | metric for length in lengths],
         "num_fewshot": 0,
         "target_delimiter": " ",  # lm-eval puts an empty line before the answer of ruler_cwe
     }, rows
@@ -110,9 +104,9 @@ def name_lengths(group: Any, config: RunConfig) -> None:
     that of 4,096 tokens alone."""
     from lm_eval.config.group import AggMetricConfig
 
-    group.aggregate_metric_list = [
-        AggMetricConfig(str(length), weight_by_size=False) for length in config.task.lengths
-    ]
+    lengths = config.task.known.max_seq_lengths
+    means = [AggMetricConfig(str(length), weight_by_size=False) for length in lengths]
+    group.aggregate_metric_list = means
 
 
 def facts(task: str, row: TaskRow) -> dict[str, float | int | None]:
@@ -125,6 +119,18 @@ def facts(task: str, row: TaskRow) -> dict[str, float | int | None]:
     if task in ONE_NEEDLE:
         depth = row["input"].index(row["outputs"][0]) / len(row["input"])
     return {"length": row["max_length"], "depth": depth}
+
+
+def needle_of(task: str | None, doc: Any) -> str | None:
+    """The sentence that holds the right answer, as it stands in the prompt; None of a task that
+    does not know it."""
+    if task in GENERATED_TASKS and isinstance(doc, Mapping):
+        return doc.get("needle")
+    if task in ONE_NEEDLE and isinstance(doc, Mapping):
+        for found in NEEDLE.finditer(doc.get("input", "")):
+            if found[2] in doc.get("outputs", ()):
+                return found[0]
+    return None
 
 
 def _rows_that_fit(
@@ -146,9 +152,8 @@ def _rows_that_fit(
 
     check_limit(length)
     rows = rows_of(task, length, count, seed, loaded.tokenizer)
-    longest = max(
-        num_tokens(f"{row['input']} {row['gen_prefix']}", loaded.tokenizer) for row in rows
-    )
+    texts = [f"{row['input']} {row['gen_prefix']}" for row in rows]
+    longest = max(num_tokens(text, loaded.tokenizer) for text in texts)
     check_limit(longest + (max_gen_toks or 0))
     return rows
 
@@ -175,9 +180,8 @@ def _score_all(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
     row's length."""
     from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
-    return {
-        str(row["max_length"]): string_match_all(postprocess_pred(list(answers)), [row["outputs"]])
-    }
+    share = string_match_all(postprocess_pred(list(answers)), [row["outputs"]])
+    return {str(row["max_length"]): share}
 
 
 def _score_any(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
@@ -185,9 +189,8 @@ def _score_any(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
 
     lm-eval 0.4.13 scores the share of them, and so punishes a question with several wordings.
     """
-    held = [_score_all(row | {"outputs": [answer]}, answers) for answer in row["outputs"]]
-    length = str(row["max_length"])
-    return {length: max(score[length] for score in held)}
+    share = _score_all(row, answers)
+    return {length: float(value > 0) for length, value in share.items()}
 
 
 # Rows
@@ -207,16 +210,11 @@ def digest(task: str) -> str:
 
 def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:
     """The first `count` rows of `length` tokens, from the cache where as many have been made.
-
-    Raises:
-        UserError: the length is too short for the task with this tokenizer.
-    """
+    Raises UserError where the length is too short for the task with this tokenizer."""
     # What decides how a text is split into tokens.
-    whole = (
-        tokenizer.backend_tokenizer.to_str()
-        if tokenizer.is_fast
-        else json.dumps(tokenizer.get_vocab())
-    )
+    whole = json.dumps(tokenizer.get_vocab())
+    if tokenizer.is_fast:
+        whole = tokenizer.backend_tokenizer.to_str()
     of_tokenizer = text_sha256(whole, str(tokenizer("").input_ids))
     key = text_sha256("rows", digest(task), task, str(length), str(seed), of_tokenizer)
     note = cache_dir() / "ruler" / f"{task}-{length}-{key[:32]}.json"
@@ -244,10 +242,8 @@ def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[
         except (ValueError, RuntimeError) as error:  # how lm-eval says that no needle fits
             raise UserError(f"{too_short}: no prompt fits") from error
     rows = [as_upstream(task, row) for row in made]
-    holds_answers = [
-        row["outputs"] and all(answer in row["input"] for answer in row["outputs"]) for row in rows
-    ]
-    if len(rows) < count or not all(holds_answers):
+    fits = [row["outputs"] and all(each in row["input"] for each in row["outputs"]) for row in rows]
+    if len(rows) < count or not all(fits):
         raise UserError(f"{too_short}: not every prompt has room for what it asks")
     return rows
 
@@ -260,9 +256,8 @@ def _make(task: str, length: int, count: int, tokenizer: Any) -> list[TaskRow]:
     if task == "ruler_fwe":
         return module.sys_kwext(tokenizer, length, count)
     if task == "ruler_vt":
-        return module.sys_vartrack_w_noise_random(
-            tokenizer, count, length, icl_example=_vt_example(module, tokenizer)
-        )
+        example = _vt_example(module, tokenizer)
+        return module.sys_vartrack_w_noise_random(tokenizer, count, length, icl_example=example)
     haystack, keys, values = NEEDLES[task]
     return module.generate_samples(
         module.get_haystack(haystack),
@@ -303,10 +298,8 @@ def _least_tokens(task: str, length: int, tokenizer: Any) -> int:
     if task == "ruler_cwe":
         example, text, answers = module.generate_input_output(10, length)
         listed = " ".join(f"{number}. {word}" for number, word in enumerate(answers, 1))
-        return (
-            num_tokens(f"{example}\n{text} {listed}", tokenizer)
-            + module.CONFIG["tokens_to_generate"]
-        )
+        shortest = num_tokens(f"{example}\n{text} {listed}", tokenizer)
+        return shortest + module.CONFIG["tokens_to_generate"]
     if task == "ruler_fwe":
         return max(FWE_LEAST_TOKENS, num_tokens(module.TEMPLATE.format(context=""), tokenizer))
     if task == "ruler_vt":
@@ -322,20 +315,17 @@ def _vt_example(module: Any, tokenizer: Any) -> TaskRow:
     with restored():
         shortest = _vt_tokens(module, tokenizer, noises=5, is_icl=True)
     if shortest > VT_EXAMPLE_TOKENS:
-        allowed = f"lm-eval allows {VT_EXAMPLE_TOKENS} at any length"
         raise UserError(
             f"tasks=ruler_vt: its worked example takes {shortest} tokens with this tokenizer; "
-            f"{allowed}"
+            f"lm-eval allows {VT_EXAMPLE_TOKENS} at any length"
         )
     return module.sys_vartrack_w_noise_random(tokenizer, 1, VT_EXAMPLE_TOKENS, incremental=5)[0]
 
 
 def _vt_tokens(module: Any, tokenizer: Any, *, noises: int, is_icl: bool = False) -> int:
     text, answers = module.generate_input_output(noises, num_chains=1, num_hops=4, is_icl=is_icl)
-    return (
-        num_tokens(f"{text} {answers}", tokenizer)
-        + module.CONFIG["variable_tracking"]["tokens_to_generate"]
-    )
+    generated = module.CONFIG["variable_tracking"]["tokens_to_generate"]
+    return num_tokens(f"{text} {answers}", tokenizer) + generated
 
 
 def _module(task: str) -> Any:

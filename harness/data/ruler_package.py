@@ -56,11 +56,8 @@ TRIED = 8
 
 
 def packages(task: str) -> list[str]:
-    """The packages that decide the rows, each with its version.
-
-    Raises:
-        UserError: a package is not installed; names the command.
-    """
+    """The packages that decide the rows, each with its version. UserError, which names the command,
+    where one is not installed."""
     return [release(package, f"tasks={task}", INSTALL) for package in PACKAGES]
 
 
@@ -69,9 +66,7 @@ def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[
 
     The script draws from Python's and numpy's global generators, and seeds them itself. The answer
     begins with a space, where RULER has it: lm-eval adds none, whatever the question ends with.
-
-    Raises:
-        UserError: a package is missing, or the length is too short for the task.
+    Raises UserError where a package is missing, or the length is too short for the task.
     """
     packages(task)
     base = _settings(task)
@@ -87,14 +82,8 @@ def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[
     rows = []
     for made in script.generate_samples(count, length, save_dir=None):
         place = made["input"].rindex(beginning)
-        rows.append(
-            made
-            | {
-                "input": made["input"][:place],
-                "gen_prefix": made["input"][place:],
-                "max_length": length,
-            }
-        )
+        texts = {"input": made["input"][:place], "gen_prefix": made["input"][place:]}
+        rows.append(made | texts | {"max_length": length})
     return rows
 
 
@@ -135,7 +124,7 @@ def _loading(argv: list[str], tokenizer: Any) -> Iterator[None]:
     """The command line of a script, this tokenizer as the one that it loads, and Punkt's data where
     nltk looks for it."""
     nltk: Any = importlib.import_module("nltk")
-    of_nltk = str(_punkt())
+    of_nltk = str(_located("llama_index.core") / "_static/nltk_cache")
     if of_nltk not in nltk.data.path:
         nltk.data.path.append(of_nltk)
     stand_in = ModuleType("tokenizer")
@@ -195,10 +184,6 @@ def restored() -> Iterator[None]:
 
 def _folder() -> Path:
     return _located("long_context_eval")
-
-
-def _punkt() -> Path:
-    return _located("llama_index.core") / "_static/nltk_cache"
 
 
 def _located(package: str) -> Path:

@@ -116,10 +116,11 @@ def packaged() -> dict[str, Entry]:
     if note.is_file():
         return _entries(note.read_text())
     print(f"{note}: listing lm-eval's tasks once, which takes a while", file=sys.stderr)
-    found = _index(location()).items()
-    text = json.dumps(
-        {n: (e.kind.name, e.yaml_path and str(e.yaml_path), sorted(e.tags)) for n, e in found}
-    )
+    found = {}
+    for name, entry in _index(location()).items():
+        path = entry.yaml_path and str(entry.yaml_path)
+        found[name] = entry.kind.name, path, sorted(entry.tags)
+    text = json.dumps(found)
     with contextlib.suppress(OSError), replacing(note) as scratch:
         scratch.write_text(text)
     return _entries(text)
@@ -153,11 +154,8 @@ def own_tasks() -> Mapping[str, Mapping[str, Any]]:
 
 def plan(config: RunConfig) -> Suite:
     """Find the leaf tasks and groups that `config.tasks` stand for. A leaf that two names share is
-    the first's.
-
-    Raises:
-        UserError: an unknown name, YAML that cannot be resolved, or a task that cannot run here.
-    """
+    the first's. Raises UserError for an unknown name, YAML that cannot be resolved, or a task that
+    cannot run here."""
     suite = Suite({}, {})
     planner = _Planner(config)
     for name in config.tasks:
@@ -201,33 +199,26 @@ class _Planner(TaskFactory):
             return Leaf(name, {})
         if name in own_tasks() and name not in self._folder:
             own, given = own_tasks()[name], self._config.num_fewshot
-            overrides = {
-                "task": name,
-                "num_fewshot": own["num_fewshot"] if given is None else given,
-            }
-            leaf = self._build_task(Entry(name, Kind.TASK, location() / own["yaml"]), overrides)
+            count = own["num_fewshot"] if given is None else given
+            entry = Entry(name, Kind.TASK, location() / own["yaml"])
+            leaf = self._build_task(entry, {"task": name, "num_fewshot": count})
             return leaf._replace(labels=own.get("labels", ()))
         check_names([name], self._config.task.include_path)
         known = packaged() | self._folder
-        with refused(
-            f"tasks={name}: its YAML cannot be read"
-        ):  # a group's, of which lm-eval makes anything
+        with refused(f"tasks={name}: its YAML cannot be read"):
             return self.build(known[name], registry=known)
 
     def _build_task(self, entry: Entry, overrides: dict[str, Any] | None) -> Leaf:
         if entry.name in (*RULER_TASKS, *AIME_TASKS) and entry.name not in self._folder:
             return Leaf(entry.name, {})
-        where = f"tasks={self._asked}: " + (
-            "" if entry.name == self._asked else f"its task {entry.name}: "
-        )
-        with refused(
-            f"{where}its YAML cannot be read"
-        ):  # whatever a YAML file or the Python beside it raises
-            task = (
-                load_yaml(entry.yaml_path, resolve_func=False)
-                if entry.yaml_path
-                else dict(entry.cfg or {})
-            )
+        where = f"tasks={self._asked}: "
+        if entry.name != self._asked:
+            where += f"its task {entry.name}: "
+        # Whatever a YAML file or the Python beside it raises.
+        with refused(f"{where}its YAML cannot be read"):
+            task = dict(entry.cfg or {})
+            if entry.yaml_path:
+                task = load_yaml(entry.yaml_path, resolve_func=False)
             task |= overrides or {}
             why_not = self._why_not(entry.name, task)  # before any of its Python is loaded
             if why_not:
@@ -283,14 +274,10 @@ class _Planner(TaskFactory):
 def digest_of(resolved: Mapping[str, Any]) -> str:
     """Identity of a task's prompts and metrics, or a group's: lm-eval's version and the resolved
     YAML, at any place."""
-    metadata = {
-        name: value
-        for name, value in (resolved.get("metadata") or {}).items()
-        if name != "config_source"
-    }
-    return text_sha256(
-        version(), json.dumps({**resolved, "metadata": metadata}, sort_keys=True, default=_name)
-    )
+    metadata = dict(resolved.get("metadata") or {})
+    metadata.pop("config_source", None)
+    written = json.dumps({**resolved, "metadata": metadata}, sort_keys=True, default=_name)
+    return text_sha256(version(), written)
 
 
 def _name(value: Any) -> str:
@@ -298,9 +285,7 @@ def _name(value: Any) -> str:
     lies."""
     if not hasattr(value, "__qualname__"):
         return type(value).__name__
-    return (
-        f"{Path(value.__module__).name}.{value.__qualname__}"  # lm-eval calls a module by its path
-    )
+    return f"{Path(value.__module__).name}.{value.__qualname__}"  # lm-eval's module is its path
 
 
 # Warnings

@@ -10,8 +10,8 @@ answer of -1, with a warning at best. Here such a row is refused.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import datasets
 import numpy as np
@@ -53,10 +53,8 @@ def load_suite(config: RunConfig, loaded: LoadedModel) -> Suite:
     """Build all tasks that `config.tasks` stand for, rows read and prompts tried; RULER's are made
     for the model.
 
-    Raises:
-        UserError: an unknown name; a task that cannot run here; a file that is missing, empty or
-            malformed (file and line number), or a row of which no prompt can be made; too few
-            examples; a hub that cannot be reached.
+    Raises UserError for an unknown name, a task that cannot run here, a file that is missing, empty
+    or malformed, a row of which no prompt can be made, and a hub that cannot be reached.
     """
     planned = plan(config)
     tasks = {name: _build(leaf, config, loaded) for name, leaf in planned.tasks.items()}
@@ -99,19 +97,16 @@ def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: TaskRows) ->
         return _construct(own | _given({"test": datasets.Dataset.from_list(made)}), config)
     if leaf.makes_rows:
         tokenizer = None if loaded.tokenizer is None else loaded.tokenizer.name_or_path
-        own = own | {
-            "metadata": {"tokenizer": tokenizer} | own["metadata"]
-        }  # for rows of a length in tokens
+        # For rows of a length in tokens.
+        own = own | {"metadata": {"tokenizer": tokenizer} | own["metadata"]}
         if config.data.name == "hub":
             return from_hub(name, lambda: _construct(own, config))
         with no_network():
             return _construct(own, config)
-    absent = (
-        [role for role in EXAMPLE_ROLES if own.get(role) not in rows]
-        if config.data.name == "local"
-        else []
-    )
-    return _construct(own | dict.fromkeys(absent) | _given(rows), config)
+    absent = [role for role in EXAMPLE_ROLES if own.get(role) not in rows]
+    if config.data.name == "local":
+        own = own | dict.fromkeys(absent)
+    return _construct(own | _given(rows), config)
 
 
 def _given(rows: TaskRows) -> dict[str, Any]:
@@ -134,15 +129,11 @@ def _check_rows(task: Task, leaf: Leaf, source: Source, limit: int | None) -> No
     """Try prompt, choices and answer of the first `limit` rows that the task asks (None: all);
     those that it shows as examples when drawn.
 
-    Raises:
-        UserError: the first row of which no question can be made, or whose answer is none of its
-            choices; names its file and row.
+    Raises UserError for the first row of which no question can be made, or whose answer is none of
+    its choices, by its file and number.
     """
     settings = task.config.to_dict() if isinstance(task, ConfigurableTask) else {}
     kinds: set[str] = set()
-
-    def refusal(problem: str, split: str | None, number: int) -> UserError:
-        return UserError(f"{source.row(split, number)}: tasks={task.task_name}: {problem}")
 
     def problem_of(doc: Any, templates: Any = None) -> str | None:
         try:
@@ -152,30 +143,30 @@ def _check_rows(task: Task, leaf: Leaf, source: Source, limit: int | None) -> No
         except Exception as error:  # a template's, or of the task's own Python
             return f"no question can be made of it ({reason(error)})"
 
+    def refuse(problem: str, split: str | None, number: int) -> NoReturn:
+        raise UserError(f"{source.row(split, number)}: tasks={task.task_name}: {problem}")
+
     for number, doc in task.doc_iterator(limit=limit):
         if problem := problem_of(doc):
-            raise refusal(problem, scored_split(settings), int(number))
-    if kinds == {"loglikelihood"}:
-        task.OUTPUT_TYPE = (
-            "multiple_choice"  # lm-eval takes a class for one whose answers are texts
-        )
+            refuse(problem, scored_split(settings), int(number))
+    if kinds == {"loglikelihood"}:  # lm-eval takes a class for one whose answers are texts
+        task.OUTPUT_TYPE = "multiple_choice"
     sampler = getattr(task, "sampler", None)
     if sampler is None:
         return
-    draw = sampler.sample
+    draw, split = sampler.sample, example_split(settings)
 
-    def drawn(*args: Any, **kwargs: Any) -> Any:
-        found = draw(*args, **kwargs)
+    def drawn(n: int, *args: Any, **kwargs: Any) -> Any:
+        what = f"{task.task_name} cannot draw its examples from split {split} in {source.name}"
+        with refused(f"num_fewshot={n}: {what}"):
+            found = draw(n, *args, **kwargs)
         for doc in found:
             if problem := problem_of(doc, task.fewshot_cfg):
-                raise refusal(problem, example_split(settings), _number_of(doc, sampler.df))
+                number = next(at for at, other in enumerate(sampler.df) if other == doc)
+                refuse(problem, split, number)
         return found
 
     sampler.sample = drawn
-
-
-def _number_of(doc: Any, docs: Iterable[Any]) -> int:
-    return next(number for number, other in enumerate(docs) if other == doc)
 
 
 def _unlabelled(task: Task, doc: Any, labels: Sequence[Any]) -> str | None:
@@ -196,33 +187,27 @@ def _has_own_class(task: Task) -> bool:
 
 def _kinds_of_requests(task: Task, doc: Any) -> set[str]:
     """The kinds of requests that a class makes of a row, such as `generate_until`."""
-    about = (task.task_name, 0, 1)
-    made = task.construct_requests(
-        doc, "", metadata=about, apply_chat_template=False, chat_template=None
-    )
+    about = {"metadata": (task.task_name, 0, 1), "apply_chat_template": False}
+    made = task.construct_requests(doc, "", **about, chat_template=None)
     requests = made if isinstance(made, list) else [made]
     return {request.request_type for request in requests}
 
 
 def _unanswerable(task: Task, doc: Any, templates: Any) -> str | None:
     """Why a row cannot be asked or judged. templates: of examples, where they have their own."""
-    if _has_own_class(task):  # whose hooks may take the row alone
-        made: tuple[Any, ...] = task.doc_to_text(doc), task.doc_to_target(doc)
-        return "lacks what its prompt or answer is made of" if None in made else None
-    text = task.doc_to_text(doc, templates and templates.doc_to_text)
-    target = task.doc_to_target(doc, templates and templates.doc_to_target)
+    own_class = _has_own_class(task)  # whose hooks may take the row alone
+
+    def made(name: str) -> Any:
+        hook = getattr(task, name)
+        return hook(doc) if own_class else hook(doc, templates and getattr(templates, name))
+
+    text, target = made("doc_to_text"), made("doc_to_target")
     if text is None or target is None:
         return "lacks what its prompt or answer is made of"
-    if task.OUTPUT_TYPE != "multiple_choice":
-        kinds = (str,) if task.OUTPUT_TYPE.startswith("loglikelihood") else (str, int, float, list)
-        return (
-            None
-            if isinstance(text, str) and isinstance(target, kinds)
-            else f"asks {text!r}, answered by {target!r}"
-        )
-    choices = task.doc_to_choice(doc, templates and templates.doc_to_choice)
-    are_texts = isinstance(choices, list) and bool(choices)
-    if not are_texts or not all(isinstance(choice, str) and choice for choice in choices):
+    if own_class or task.OUTPUT_TYPE != "multiple_choice":
+        return None
+    choices = made("doc_to_choice")
+    if not all(isinstance(choice, str) and choice for choice in choices):
         return f"its choices are {choices!r}; must be texts, none of them empty"
     gold = text if task.multiple_input else target
     if task.config.process_results is None and not _is_among(gold, choices):

@@ -49,11 +49,8 @@ def offline_text() -> str:
 def named_text(name: str) -> str:
     """One of the texts `WITHOUT_DATA`: the sources of `CODE_MODULES` as this interpreter has them,
     `C_HEADERS` as the installed NumPy has them, words that are counted, not read
-    (`harness.model.random_ids`), or the offline text.
-
-    Raises:
-        UserError: this Python came without the sources of its library.
-    """
+    (`harness.model.random_ids`), or the offline text. UserError where this Python came without the
+    sources of its library."""
     if name == "random":
         return "random " * RANDOM_WORDS
     if name == "code":
@@ -70,30 +67,20 @@ def named_text(name: str) -> str:
 
 def read_text(path: str | Path, setting: str) -> str:
     """The whole file as UTF-8, line ends untouched. setting: the name in an error, such as
-    `corpus.path`.
-
-    Raises:
-        UserError: the file is missing, unreadable, empty or not UTF-8.
-    """
+    `corpus.path`. UserError where it is missing, unreadable or not UTF-8."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        return Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{setting}={path}: not UTF-8 text, byte {error.start} cannot be decoded"
         ) from None
     except OSError as error:
         raise UserError(f"{setting}={path}: cannot be read ({error.strerror})") from None
-    if not text:
-        raise UserError(f"{setting}={path}: the file is empty")
-    return text
 
 
 def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
-    """The evaluation text: the file `corpus.path`, else the named one from `data`.
-
-    Raises:
-        UserError: unreadable file, a text that `data` does not have, or an unreachable hub.
-    """
+    """The evaluation text: the file `corpus.path`, else the named one from `data`. UserError for an
+    unreadable file, a text that `data` does not have, and an unreachable hub."""
     if corpus.path is not None:
         return read_text(corpus.path, "corpus.path")
     if corpus.name in WITHOUT_DATA:
@@ -194,12 +181,9 @@ def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) ->
 
 
 class TextWindow(NamedTuple):
-    """A slice of a text.
-
-    ids: its tokens, behind those with which the tokenizer starts every text. place: the share of
-    the text, from the first window on, that lies before this one, in [0, 1); of windows at random
-    places, the share of the tokens at which a window can begin.
-    """
+    """A slice of a text. ids: its tokens, behind those with which the tokenizer starts every text.
+    place: the share of the text, from the first window on, that lies before this one, in [0, 1); of
+    windows at random places, the share of the tokens at which a window can begin."""
 
     ids: list[int]
     place: float
@@ -243,14 +227,15 @@ def text_windows(
     for number in range(num_windows):
         if seed is not None:
             place = (number + draws.random()) / num_windows
-            first = offset + int(place * (left - of_text))
+            first = int(place * (left - of_text))
         elif spread:
             place = number / num_windows
-            first = offset + number * left // num_windows
+            first = number * left // num_windows
         else:
             place = number * of_text / left
-            first = offset + number * of_text
-        windows.append(TextWindow([*start, *ids[first : first + of_text]], place))
+            first = number * of_text
+        of_window = ids[offset + first : offset + first + of_text]
+        windows.append(TextWindow([*start, *of_window], place))
     return windows
 
 

@@ -13,7 +13,7 @@ so that attention finds all rows in one piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -149,11 +149,62 @@ class Fetcher:
         return fetch
 
 
+# Dense layers read more than the others. Requested one layer ahead, their rows could not be hidden,
+# and the link would idle later. So each dense layer has a buffer of its own (`AheadFetcher`), and
+# each other layer requests one part of their rows for the next step (`AheadPart`).
+
+
+class AheadFetcher(Fetcher):
+    """Brings columns of a dense layer's rows into the layer's own buffer."""
+
+    is_ahead = True
+
+    def __init__(self, share: DeviceShare, store: KVStore) -> None:
+        super().__init__(share, store)
+        self.buffer = share.new_buffer(store, store.capacity)
+
+    def request_first(self, count: int) -> None:
+        self.request_columns(count, 0, count)
+
+    def request_columns(self, count: int, begin: int, end: int) -> None:
+        """Request the columns from `begin` to `end` of the first `count` slots."""
+        if self.fetch is None:
+            self.fetch = Fetch(count, self.store.rows_in(self.buffer, count))
+        columns = slice(begin, end)
+        assert self.share.link is not None, "dense rows cross ahead of their layer over a link"
+        ticket = self.share.link.prefetch(self.store, columns, self.fetch.rows[:, :, columns])
+        self.fetch.moving.append((ticket, (end - begin) * self.store.heads))
+
+
+class AheadPart:
+    """One of `num_parts` equal parts of the dense layers' rows; one other layer requests it.
+
+    number: of the part. fetchers: of the dense layers, in their order.
+    """
+
+    def __init__(self, number: int, num_parts: int, fetchers: Sequence[AheadFetcher]) -> None:
+        self.number = number
+        self.num_parts = num_parts
+        self.fetchers = fetchers
+
+    def request(self, count: int) -> None:
+        """Request the part of the first `count` slots of all dense layers."""
+        columns = len(self.fetchers) * count  # of all layers, one after another
+        first = columns * self.number // self.num_parts
+        last = columns * (self.number + 1) // self.num_parts
+        for place, fetcher in enumerate(self.fetchers):
+            before = place * count
+            begin = min(max(first - before, 0), count)
+            end = min(max(last - before, 0), count)
+            if begin < end:
+                fetcher.request_columns(count, begin, end)
+
+
 class LayerCache:
     """The cache of one layer that sees every token.
 
-    Given: policy; share: the fields of its device; store; state: the method's, None in a layer that
-    reads everything; method; fetcher.
+    Given: policy; fetcher, whose share and store it has; state: the method's, None in a layer that
+    reads everything; method.
     Derived from them: evicts: the method evicts tokens. names_rows: `select` runs before the fetch
     and decides what is fetched. is_predicted: a query of the layer is made in the previous layer.
     is_fused: attention is one fused call over the fetched rows with the own row behind them, since
@@ -166,14 +217,9 @@ class LayerCache:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        share: DeviceShare,
-        store: KVStore,
-        state: State | None,
-        method: Method,
-        fetcher: Fetcher,
+        self, policy: Policy, fetcher: Fetcher, state: State | None, method: Method
     ) -> None:
+        share, store = fetcher.share, fetcher.store
         self.policy = policy
         self.share = share
         self.batch = share.batch
@@ -264,7 +310,6 @@ class LayerCache:
         query: [batch, heads, 1, head_dim]. true_scores: None for a method that names rows.
         """
         assert self.state is not None, "only a layer with a state selects"
-        take_over(self.state, self.earlier)
         own, tokens = self.slots_in_use(), self.slots()
         self.fetcher.note_tokens(tokens, self.evicts)
         rows = QueryRows(
@@ -275,7 +320,7 @@ class LayerCache:
             own_slots=self.batch.slots[..., own : own + 1],
             true_scores=true_scores or _no_scores,
         )
-        return select(self.state, self.policy.number, rows)
+        return select(self.state, self.earlier, self.policy.number, rows)
 
     # Fetch
 
@@ -374,16 +419,11 @@ class LayerCache:
         return link.write_back(store, rows, target)
 
 
-def take_over(state: State, earlier: State | None) -> None:
-    """Hand on to a state what later layers need of that of the layer before, if it lies on another
-    device."""
+def select(state: State, earlier: State | None, number: int, rows: QueryRows) -> Selection:
+    """A method's selection in a layer, checked. Raises UserError for what is wrong in a user's own
+    method. earlier: the state of the layer before, which may lie on another device."""
     if earlier is not None and earlier is not state:
         state.take_over(earlier)
-
-
-def select(state: State, number: int, rows: QueryRows) -> Selection:
-    """A method's selection in a layer, checked. Raises UserError for what is wrong in a user's own
-    method."""
     selection = state.select(number, rows)
     check_selection(selection, state, rows)
     return selection

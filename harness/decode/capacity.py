@@ -11,7 +11,6 @@ from harness.decode.memory import GIB
 from harness.decode.needs import DeviceNeeds, Plan, largest_batch
 from harness.decode.share import BatchLengths
 from harness.errors import UserError
-from harness.model.policies import Policy
 from harness.model.prompts import PASS_TOKENS
 from methods.full import Full
 
@@ -81,16 +80,10 @@ class Capacity:
     @cached_property
     def full(self) -> Capacity:
         """The full cache on the same device."""
-        model = self.plan.model
-        method = Full()
-        layers = []
+        model, layers = self.plan.model, []
         for layer in model.layers:
-            policy = layer.policy
-            if policy.kind == "method":
-                when = method.when_of(policy.number)
-                policy = Policy("method", policy.number, when, policy.softmax, None)
-            layers.append(layer._replace(policy=policy))
-        plan = Plan(replace(model, layers=layers), method, None, "device")
+            layers.append(layer._replace(policy=layer.policy._replace(when="kept")))
+        plan = Plan(replace(model, layers=layers), Full(), None, "device")
         return replace(self, plan=plan, host_bytes=None, ran_out_at=None)
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from copy import copy
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -43,17 +43,22 @@ def rooms(
     if not gpu_cache:
         return None
     layers = [policy.number for policy in policies if policy.names_rows]
+    most_of = cache(partial(most_read, method, layers))
+    found = []
+    for prompt, final in lengths:
+        most = most_of(prompt, final) if layers else 1
+        found.append(min(math.ceil(gpu_cache * most), final))
+    return found
 
-    @cache
-    def room(prompt: int, final: int) -> int:
-        most = 0 if layers else 1
-        for cached in range(prompt, final + 1):
-            row = TokenCounts(cached, prompt, final)
-            for layer in layers:
-                most = max(most, method.max_tokens_read(row, layer))
-        return min(math.ceil(gpu_cache * most), final)
 
-    return [room(prompt, final) for prompt, final in lengths]
+def most_read(method: Method, layers: Sequence[int], prompt: int, final: int) -> int:
+    """The most tokens that a KV head of a sequence reads in any of these layers, in any step."""
+    most = 0
+    for cached in range(prompt, final + 1):
+        row = TokenCounts(cached, prompt, final)
+        for layer in layers:
+            most = max(most, method.max_tokens_read(row, layer))
+    return most
 
 
 class GpuCache:
@@ -119,10 +124,11 @@ class GpuCacheFetcher(Fetcher):
 
     keeps_rows = True
 
-    def __init__(self, share: DeviceShare, store: KVStore, rooms: Sequence[int]) -> None:
+    def __init__(self, share: DeviceShare, store: KVStore) -> None:
         super().__init__(share, store)
-        self.gpu_cache = GpuCache(rooms, store.num_kv_heads, share.device)
-        self.buffer = share.new_buffer(store, max(rooms))
+        assert share.rooms is not None, "rows have room there"
+        self.gpu_cache = GpuCache(share.rooms, store.num_kv_heads, share.device)
+        self.buffer = share.new_buffer(store, max(share.rooms))
         self.tokens = share.batch.tokens[:, None]
 
     @property

@@ -11,6 +11,7 @@ a local disk. Packed rows and weights cross.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -26,23 +27,24 @@ from torch import Tensor
 
 from harness.decode.disk import Disk
 from harness.decode.memory import DEFAULT_TUNING, Tuning
-from harness.decode.store import Chosen, KVStore, Moved, SlotRequest
-from harness.errors import UserError
+from harness.decode.store import Chosen, KVStore, SlotRequest
+from harness.decode.timeline import has_passed, now, seconds, wait_for
 
+CPU = torch.device("cpu")
 SLEEP_SLACK_S = 1e-4
 """time.sleep wakes some 80 us late; the rest of a wait yields the core instead."""
 TRANSFERS_KEPT = 256
 """Transfers that a `LinkUse` keeps before it sums the earliest."""
 
-Move = Callable[[], int | Moved]
-"""Copies, and returns the bytes moved, under CUDA maybe as a 0-d device tensor."""
+Move = Callable[[], int]
+"""Copies, and returns the bytes moved, as `KVStore.load`."""
 
 
 class LinkUse:
     """How long a link is busy in a span of time: from the last `begin` to the last `mark`.
 
-    The link adds the transfers that are asked for while the use is open, in the order in which they
-    start. It is opened before the span, for those that are under way when the span begins. Earlier
+    The link adds the transfers that are asked for while the use is open, one after another in time.
+    It is opened before the span, for those that are under way when the span begins. Earlier
     transfers are summed, so that a use is small however long it lasts. No method but `busy_s` and
     `span_s` waits.
     """
@@ -50,16 +52,11 @@ class LinkUse:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._transfers: deque[tuple[Any, Any]] = deque()
-        self._since = link.now()
-        self._until = self._since
-        self._counted = self._since  # `_summed_s` holds what was busy before
-        self._summed_s = 0.0
+        self.begin()
 
     def begin(self) -> None:
         """The span begins now."""
-        self._since = self._link.now()
-        self._until = self._since
-        self._counted = self._since
+        self._since = self._until = now(self._link.device)
         self._summed_s = 0.0
 
     def add(self, start: Any, end: Any) -> None:
@@ -68,51 +65,44 @@ class LinkUse:
 
     def mark(self) -> None:
         """The span ends now, until the next mark."""
-        if len(self._transfers) > TRANSFERS_KEPT and self._link.has_passed(self._until):
-            self._sum_ended(waits=False)
-        self._until = self._link.now()
+        if len(self._transfers) > TRANSFERS_KEPT and has_passed(self._until):
+            self._sum_ended()
+        self._until = now(self._link.device)
 
     def close(self) -> None:
         """Add no further transfers. Idempotent."""
-        self._link.close_use(self)
+        self._link.uses = tuple(use for use in self._link.uses if use is not self)
 
     @property
     def span_s(self) -> float:
         """Seconds of the span."""
-        self._link.wait_for(self._until)
-        return self._link.seconds(self._since, self._until)
+        wait_for(self._until)
+        return seconds(self._since, self._until)
 
     @property
     def busy_s(self) -> float:
         """Seconds of the span in which at least one transfer was under way. Drains the link."""
         self._link.drain()
-        self._link.wait_for(self._until)
-        self._sum_ended(waits=True)
-        seconds = self._link.seconds
-        busy_s = self._summed_s
-        if self._transfers:  # the first of those that end after the span
-            start, _ = self._transfers[0]
-            begin = start if seconds(self._counted, start) > 0 else self._counted
-            busy_s += max(0.0, seconds(begin, self._until))
-        return busy_s
+        wait_for(self._until)
+        self._sum_ended()
+        if not self._transfers:
+            return self._summed_s
+        start, _ = self._transfers[0]  # the first of those that end after the span
+        return self._summed_s + self._seconds_within(start, self._until)
 
-    def _sum_ended(self, *, waits: bool) -> None:
+    def _sum_ended(self) -> None:
         """Sum the transfers that ended within the span."""
-        seconds = self._link.seconds
         while self._transfers:
             start, end = self._transfers[0]
-            if waits:
-                self._link.wait_for(end)
-            elif not self._link.has_passed(end):
+            if not has_passed(end) or seconds(end, self._until) < 0:
                 return
-            if seconds(end, self._until) < 0:
-                return
-            begin = start if seconds(self._counted, start) > 0 else self._counted
-            busy_s = seconds(begin, end)
-            if busy_s > 0:
-                self._summed_s += busy_s
-                self._counted = end
+            self._summed_s += self._seconds_within(start, end)
             self._transfers.popleft()
+
+    def _seconds_within(self, start: Any, end: Any) -> float:
+        """Seconds from `start` to `end` that are not before the span."""
+        begin = start if seconds(self._since, start) > 0 else self._since
+        return max(0.0, seconds(begin, end))
 
 
 class Ticket:
@@ -155,10 +145,17 @@ class Link(AbstractContextManager["Link"], ABC):
     tuning: for the stores on its host side.
     """
 
-    def __init__(self, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        *,
+        overlap: bool = True,
+        tuning: Tuning = DEFAULT_TUNING,
+    ) -> None:
+        self.device = device
         self.overlap = overlap
         self.tuning = tuning
-        self._uses: tuple[LinkUse, ...] = ()
+        self.uses: tuple[LinkUse, ...] = ()
 
     def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
         """Start loading the requested slots into `rows`, a part of a buffer on the device.
@@ -191,29 +188,8 @@ class Link(AbstractContextManager["Link"], ABC):
     def open_use(self) -> LinkUse:
         """Measure how busy the link is, until the use is closed."""
         use = LinkUse(self)
-        self._uses = (*self._uses, use)
+        self.uses = (*self.uses, use)
         return use
-
-    def close_use(self, use: LinkUse) -> None:
-        """Add no further transfers to `use`. Idempotent."""
-        self._uses = tuple(other for other in self._uses if other is not use)
-
-    # The link's clock, in which a `LinkUse` counts
-
-    def now(self) -> Any:
-        """A time, as `seconds` takes it."""
-        return time.perf_counter()
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds from one time to another, below 0 if `end` is earlier. Both have passed."""
-        return end - begin
-
-    def has_passed(self, moment: Any) -> bool:
-        """Whether a time has passed."""
-        return bool(moment <= time.perf_counter())
-
-    def wait_for(self, moment: Any) -> None:
-        """Wait until a time has passed. Where it is a number, `drain` has waited."""
 
     @abstractmethod
     def start(self, move: Move, used: Sequence[Tensor]) -> Any:
@@ -263,19 +239,10 @@ def open_link(
     tuning: Tuning = DEFAULT_TUNING,
 ) -> Link:
     """The link of a device: the real one under CUDA, an emulated one of `bytes_per_s` on the CPU.
-
-    tuning: of the real one. Raises UserError for a rate that is not positive, or one given under
-    CUDA.
-    """
+    tuning: of the real one."""
     if device.type == "cuda":
-        if bytes_per_s is not None:
-            raise UserError(
-                f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: "
-                "leave it null under cuda"
-            )
         return CudaLink(device, overlap=overlap, tuning=tuning)
-    if bytes_per_s is None:
-        raise ValueError("an emulated link needs its bytes_per_s")
+    assert bytes_per_s is not None, "an emulated link has a rate"
     return EmulatedLink(bytes_per_s, overlap=overlap)
 
 
@@ -291,15 +258,19 @@ class _Job:
         self.done = threading.Event()
 
 
-class WorkerLink(Link):
-    """A worker thread that moves bytes, one transfer after another.
+class EmulatedLink(Link):
+    """A link within RAM, of a given rate.
 
-    It copies on one thread, as a copy engine that takes no compute cores would. If it dies, every
-    transfer under way and every later call raises its error.
+    A transfer starts once it is submitted and the link is free, and ends bytes / bytes_per_s later,
+    the copy's own time included. Who waits for it sleeps until then. A worker thread goes on to the
+    next copy, whose start is computed, so late wake-ups do not add up. It copies on one thread, as
+    a copy engine that takes no compute cores would. If it dies, every transfer under way and every
+    later call raises its error.
     """
 
-    def __init__(self, *, overlap: bool = True) -> None:
+    def __init__(self, bytes_per_s: float, *, overlap: bool = True) -> None:
         super().__init__(overlap=overlap)
+        self.bytes_per_s = bytes_per_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
         self._error: BaseException | None = None
@@ -311,7 +282,7 @@ class WorkerLink(Link):
 
     def ends_at(self, start_s: float, num_bytes: int) -> float:
         """When a transfer that has moved its bytes gives the link free, in perf_counter seconds."""
-        return time.perf_counter()
+        return max(start_s + num_bytes / self.bytes_per_s, time.perf_counter())
 
     def start(self, move: Move, used: Sequence[Tensor]) -> _Job:
         if self._error is not None:
@@ -354,36 +325,18 @@ class WorkerLink(Link):
         while (job := self._jobs.get()) is not None:
             start_s = max(job.submitted_s, free_s)
             try:
-                job.num_bytes = int(job.move())
+                job.num_bytes = job.move()
             except BaseException as error:
                 self._error = job.error = error
                 job.done.set()
                 return
             job.end_s = free_s = self.ends_at(start_s, job.num_bytes)
-            for use in self._uses:
+            for use in self.uses:
                 use.add(start_s, free_s)
             job.done.set()
 
 
-class EmulatedLink(WorkerLink):
-    """A link within RAM, of a given rate.
-
-    A transfer starts once it is submitted and the link is free, and ends bytes / bytes_per_s later,
-    the copy's own time included. Who waits for it sleeps until then; the worker goes on to the next
-    copy, whose start is computed, so late wake-ups do not add up.
-    """
-
-    def __init__(self, bytes_per_s: float, *, overlap: bool = True) -> None:
-        if not bytes_per_s > 0:
-            raise UserError(f"link_gbps={bytes_per_s / 1e9} must be positive")
-        self.bytes_per_s = bytes_per_s
-        super().__init__(overlap=overlap)
-
-    def ends_at(self, start_s: float, num_bytes: int) -> float:
-        return max(start_s + num_bytes / self.bytes_per_s, super().ends_at(start_s, num_bytes))
-
-
-class DiskLink(WorkerLink):
+class DiskLink(EmulatedLink):
     """Rows of files on a disk, whose own rate it has. A transfer's bytes are those of whole blocks.
 
     It closes the disk.
@@ -391,7 +344,7 @@ class DiskLink(WorkerLink):
 
     def __init__(self, disk: Disk, *, overlap: bool = True) -> None:
         self.disk = disk
-        super().__init__(overlap=overlap)
+        super().__init__(math.inf, overlap=overlap)
 
     def close(self) -> None:
         super().close()
@@ -409,8 +362,7 @@ class CudaLink(Link):
     def __init__(
         self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING
     ) -> None:
-        super().__init__(overlap=overlap, tuning=tuning)
-        self.device = device
+        super().__init__(device, overlap=overlap, tuning=tuning)
         # Its few programs go before the computation's next blocks.
         self.stream = torch.cuda.Stream(device, priority=-1)
 
@@ -419,7 +371,7 @@ class CudaLink(Link):
         stream = self.stream if self.overlap else compute
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
-            uses = self._uses
+            uses = self.uses
             start = _event(stream, timed=True) if uses else None
             move()
             end = _event(stream, timed=bool(uses))
@@ -442,18 +394,6 @@ class CudaLink(Link):
 
     def close(self) -> None:
         self.drain()  # kernels may still be reading pinned memory that is about to be freed
-
-    def now(self) -> torch.cuda.Event:
-        return _event(torch.cuda.current_stream(self.device), timed=True)
-
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return begin.elapsed_time(end) / 1e3
-
-    def has_passed(self, moment: torch.cuda.Event) -> bool:
-        return moment.query()
-
-    def wait_for(self, moment: torch.cuda.Event) -> None:
-        moment.synchronize()
 
 
 def _event(stream: torch.cuda.Stream, *, timed: bool) -> torch.cuda.Event:

@@ -86,7 +86,7 @@ def require_session(needed: SessionBytes, device: torch.device) -> None:
         require_memory(needed.device, device, "live decoding")
 
 
-def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache") -> None:
+def require_memory(num_bytes: int, home: torch.device, what: str) -> None:
     """Raise NoRoomError where `num_bytes` do not fit into the memory of device `home`."""
     available = available_bytes(home)
     if num_bytes > available:

@@ -1,8 +1,7 @@
 """What a live session takes: its layers' stores and all other memory, and the largest batch that a
 device's memory holds, by arithmetic alone.
 
-`LiveSession` holds the `Plan` by which it is opened; the method's state is sized by its own code
-(`harness.decode.state_sizes`).
+`LiveSession` holds the `Plan` by which it is opened; the method's state is sized by its own code.
 """
 
 from __future__ import annotations
@@ -11,28 +10,31 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.decode import memory
-from harness.decode.disk_store import DiskStore
-from harness.decode.gpu_cache import GpuCache, rooms
-from harness.decode.memory import DEFAULT_TUNING, SessionBytes, Tuning
+from harness.decode.disk import DiskStore
+from harness.decode.gpu_cache import GpuCache, most_read, rooms
+from harness.decode.memory import DEFAULT_TUNING, SessionBytes, Tuning, layer_bytes, tensor_bytes
 from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
 from harness.decode.share import LAYERS_UNDER_WAY, BatchLengths
-from harness.decode.state_sizes import StateSizes, state_sizes
 from harness.decode.store import KVStore, RowFormat
+from harness.errors import UserError
 from harness.model.attached import Attached
-from harness.model.budgets import codec_of_cache
+from harness.model.budgets import FLOAT_BYTES, codec_of_cache
 from harness.model.policies import Policy, loses_tokens, policies_of, require_layers
 from harness.model.prompts import PASS_TOKENS, PassSizes, pass_sizes
 from harness.settings.config import BEHIND_LINK, Placement
-from methods.base import Calibration, Geometry, Method
+from methods.base import Calibration, Geometry, Lengths, Method, PromptRows, QueryRows, State, When
 from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, codec_at, mean_bits
+from methods.evicting import EvictingState
 
 CPU = torch.device("cpu")
 
@@ -108,6 +110,19 @@ class DeviceNeeds(NamedTuple):
         return self.weights + max(self.session + self.workspace, self.asked.device)
 
 
+class StateSizes(NamedTuple):
+    """Bytes of a state after the prompt.
+
+    whole: all of it, calibration included. kept: of the tensors that it declares to keep. read: of
+    a layer's index, by a step in the middle of the decoding (`Selection.side`), by the layer's
+    number; where the data decides, all that is kept.
+    """
+
+    whole: int
+    kept: int
+    read: Mapping[int, int]
+
+
 @dataclass(frozen=True)
 class Plan:
     """A session, and what it will take. codec: of the layers under the method; None stores rows as
@@ -144,12 +159,12 @@ class Plan:
     @property
     def reads_less(self) -> bool:
         """True if layers under the method read less than dense ones."""
-        return not self.method.reads_all or mean_bits(self.coded, self.numbers) < 16
+        return not self.method.reads_all or mean_bits(self.coded, [*self.governed]) < 16
 
-    @property
-    def numbers(self) -> list[int]:
-        """The layers under the method, as methods count them."""
-        return [policy.number for policy in self.policies if policy.kind == "method"]
+    @cached_property
+    def governed(self) -> dict[int, Policy]:
+        """The policies of the layers under the method, by their numbers."""
+        return {policy.number: policy for policy in self.policies if policy.kind == "method"}
 
     @property
     def exact(self) -> FloatCodec:
@@ -166,10 +181,10 @@ class Plan:
         stores, rooms = self.stores(lengths), self.rooms(lengths)
         in_pass = self._pass_tokens(lengths, pass_tokens)
         needs = self.device_needs(layers, stores, lengths, rooms, in_pass)
-        state = self._state(lengths)
+        state = self.state(lengths)
         return needs._replace(
             workspace=self.workspace(lengths, pass_tokens),
-            kept=sum(state.by_layer.values()),
+            kept=state.kept,
             state=state.whole,
             weights=self.model.weight_bytes,
         )
@@ -195,7 +210,10 @@ class Plan:
             numbers = [policy.number for policy in policies.values() if policy.kind == "method"]
             if numbers and self.reads_less:
                 ahead = [layer for layer in stores if policies[layer].kind == "full"]
-            selected = self._most_selected(lengths, numbers)
+            selected = 0 if numbers else lengths.columns
+            for prompt in {*lengths.prompts}:
+                final = prompt + lengths.max_new_tokens
+                selected = max(selected, most_read(self.method, numbers, prompt, final))
             of_others = []
             for layer, store in stores.items():
                 if layer in ahead:
@@ -227,17 +245,6 @@ class Plan:
             under_way=under_way,
             resident=resident,
         )
-
-    def _most_selected(self, lengths: BatchLengths, numbers: Sequence[int]) -> int:
-        """The most tokens that a KV head reads in any of these layers under the method, in any
-        step; all of them where there is none."""
-        if not numbers:
-            return lengths.columns
-        most = 0
-        for steps in range(lengths.max_new_tokens + 1):
-            for row, number in product(lengths.rows(steps), numbers):
-                most = max(most, self.method.max_tokens_read(row, number))
-        return most
 
     def _resident(
         self, layer: int, store: KVStore, lengths: BatchLengths, rooms: Sequence[int] | None
@@ -322,50 +329,21 @@ class Plan:
         batch = len(lengths.prompts)
         return max(batch, min(most, batch * max(lengths.prompts)))
 
-    def index_bytes(self, lengths: BatchLengths) -> dict[int, int]:
-        """By a layer's number, bytes of its index that a step in the middle of the decoding
-        reads."""
-        return dict(self._state(lengths).read)
-
-    def _state(self, lengths: BatchLengths) -> StateSizes:
+    def state(self, lengths: BatchLengths) -> StateSizes:
         """The sizes of the state. Those of a batch of equal prompts grow by the same number of
         bytes with each sequence."""
-        batch = len(lengths.prompts)
-        if batch <= 2 or len({*lengths.prompts}) > 1:
-            return self._state_of(tuple(lengths.prompts), lengths.max_new_tokens)
-        one = self._state_of((lengths.prompts[0],), lengths.max_new_tokens)
-        two = self._state_of((lengths.prompts[0],) * 2, lengths.max_new_tokens)
+        prompts = tuple(lengths.prompts)
+        batch, key = len(prompts), (prompts, lengths.max_new_tokens)
+        if batch > 2 and len({*prompts}) == 1:
+            one, two = (self.state(lengths._replace(prompts=prompts[:few])) for few in (1, 2))
 
-        def grown(of_one: int, of_two: int) -> int:
-            return of_one + (batch - 1) * (of_two - of_one)
+            def grown(of_one: int, of_two: int) -> int:
+                return of_one + (batch - 1) * (of_two - of_one)
 
-        by_layer, read = (
-            {number: grown(size, of_two[number]) for number, size in of_one.items()}
-            for of_one, of_two in ((one.by_layer, two.by_layer), (one.read, two.read))
-        )
-        return StateSizes(grown(one.whole, two.whole), by_layer, read)
-
-    def _state_of(self, prompts: tuple[int, ...], max_new_tokens: int) -> StateSizes:
-        key = prompts, max_new_tokens
+            read = {number: grown(size, two.read[number]) for number, size in one.read.items()}
+            return StateSizes(grown(one.whole, two.whole), grown(one.kept, two.kept), read)
         if key not in self.of_state:
-            lengths = BatchLengths(prompts, max_new_tokens)
-            numbered = {}
-            for policy in self.policies:
-                if policy.kind == "method":
-                    numbered[policy.number] = policy
-
-            def capacity_of(number: int) -> int:
-                return self.num_slots(numbered[number], lengths)
-
-            self.of_state[key] = state_sizes(
-                self.method,
-                self.model.geometry,
-                prompts,
-                max_new_tokens,
-                self.model.dtype,
-                capacity_of,
-                self.calibration,
-            )
+            self.of_state[key] = state_sizes(self, lengths)
         return self.of_state[key]
 
 
@@ -389,3 +367,169 @@ def largest_batch(fits: Callable[[int], bool], most: int) -> int:
         fitting, above = above, 2 * above
     between = range(fitting + 1, min(above, most + 1))
     return fitting + bisect_left(between, True, key=lambda batch: not fits(batch))
+
+
+# The sizes of a state: its own code runs on tensors that have a shape and no numbers. Queries, keys
+# and values lie on torch's `meta` device, where an operation makes the shape of its result and
+# allocates nothing. The lengths of the sequences are real numbers, since states size their tensors
+# by them. So the bytes are those that the state would have, and nothing is stated twice.
+
+META = torch.device("meta")
+CALIBRATION_TOKENS = 1024
+"""Of a calibration without numbers, as by default of one with numbers."""
+
+
+class ShapesAlone(TorchDispatchMode):
+    """Operations on tensors with and without numbers: a result of any without has none either.
+
+    A tensor with numbers that is written in place from one without keeps its numbers, which then
+    mean nothing; its size is right.
+    """
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(map(_has_no_numbers, tree_leaves((args, kwargs)))):
+            return operation(*args, **kwargs)
+        written = _written(operation, args, kwargs)
+        without = tree_map(_without_numbers, (args, kwargs))
+        out = operation(*without[0], **without[1])
+        return out if written is None else written
+
+
+def _has_no_numbers(value: object) -> bool:
+    is_meta_tensor = isinstance(value, Tensor) and value.device == META
+    return is_meta_tensor or value == META
+
+
+def _without_numbers(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return META
+    if not isinstance(value, Tensor) or value.device == META:
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+
+
+def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The tensor that an operation writes and returns; None where it makes a new one."""
+    schema = operation._schema
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return args[place] if place < len(args) else kwargs[argument.name]
+    return None
+
+
+def state_sizes(plan: Plan, lengths: BatchLengths) -> StateSizes:
+    """The sizes of the state of a plan's method.
+
+    A calibration that is needed and not given is made without numbers, as if of a text of
+    `CALIBRATION_TOKENS` tokens. Raises UserError for a method whose sizes depend on the numbers,
+    and ValueError as `Method.new_state`.
+    """
+    if plan.method.reads_all:
+        return StateSizes(0, 0, {})
+    # Masks and positions without numbers are faster; some states read how many tokens are real.
+    for real_device in (META, torch.device("cpu")):
+        try:
+            return _sizes(plan, lengths, real_device)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            fault = error
+    raise UserError(
+        f"method {plan.method.title}: what it keeps depends on the text, so that its memory is "
+        "known only after a prompt has run"
+    ) from fault
+
+
+@torch.inference_mode()
+def _sizes(plan: Plan, lengths: BatchLengths, real_device: torch.device) -> StateSizes:
+    method, geometry, dtype = plan.method, plan.model.geometry, plan.model.dtype
+    batch, columns = len(lengths.prompts), max(lengths.prompts)
+    heads, kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+    value_dim = geometry.value_dim or head_dim
+    prompt = torch.tensor(lengths.prompts)
+    real = (torch.arange(columns) >= columns - prompt[:, None]).to(real_device)
+    query = torch.empty(batch, heads, columns, head_dim, dtype=dtype, device=META)
+    key = torch.empty(batch, kv_heads, columns, head_dim, dtype=dtype, device=META)
+    value = torch.empty(batch, kv_heads, columns, value_dim, dtype=dtype, device=META)
+    with ShapesAlone():
+        calibration = plan.calibration
+        if calibration is None and method.needs_calibration:
+            calibration = _calibration(method, geometry, dtype)
+        final = prompt + lengths.max_new_tokens
+        state = method.new_state(geometry, Lengths(prompt, final), calibration)
+        if method.rereads_prompt:
+            score = torch.empty(batch, kv_heads, columns, device=META)
+            state.take_scores(dict.fromkeys(plan.governed, score), PromptRows(real, columns))
+        # Layers of the same slots that choose at the same time keep the same: one of them is run.
+        by_layer: dict[int, int] = {}
+        of_kind: dict[tuple[int, When], tuple[int, int]] = {}
+        before = whole = tensor_bytes(vars(state))
+        for number, policy in plan.governed.items():
+            capacity = plan.num_slots(policy, lengths)
+            kind = capacity, method.when_of(number)
+            if kind not in of_kind:
+                if isinstance(state, EvictingState):
+                    state.prompt(number, query, key, value, PromptRows(real, columns))
+                    state.compact(number, capacity)
+                else:
+                    state.prompt(number, query, key, value, PromptRows(real, capacity))
+                if method.keeps_keys:
+                    state.resident(number)
+                after = tensor_bytes(vars(state))
+                of_kind[kind] = layer_bytes(state, number), after - before
+                before = after
+            by_layer[number], added = of_kind[kind]
+            whole += added
+        # At the end, since to select may change what the state holds.
+        token = batch * kv_heads * geometry.elements * FLOAT_BYTES
+        middle = columns + lengths.max_new_tokens // 2
+        read: dict[int, int] = {}
+        read_of_kept: dict[tuple[int, When], int] = {}
+        for number, kept in by_layer.items():
+            kind = kept, method.when_of(number)
+            if kind not in read_of_kept:
+                in_tokens = _index_read(state, number, middle, dtype)
+                read_of_kept[kind] = kept if in_tokens is None else round(token * in_tokens)
+            read[number] = read_of_kept[kind]
+    return StateSizes(whole, sum(by_layer.values()), read)
+
+
+def _index_read(state: State, layer: int, row: int, dtype: torch.dtype) -> float | None:
+    """What a step at this row reads of a layer's index, in tokens, mean over the sequences; None
+    where the data decides."""
+    when, geometry = state.method.when_of(layer), state.geometry
+    if when in ("kept", "earlier_layer"):  # it chooses nothing here
+        return 0.0
+    batch, kv_heads = len(state.lengths.prompt), geometry.num_kv_heads
+    query = torch.empty(batch, geometry.num_heads, 1, geometry.head_dim, dtype=dtype, device=META)
+    key, value = query[:, :kv_heads], query[:, :kv_heads, :, : geometry.value_dim]
+    scores = torch.empty(batch, kv_heads, geometry.group, 1, row + 1, device=META)
+    positions = torch.full((batch, 1), row)
+    slots, own = torch.arange(row + 1).expand(batch, 1, -1), positions.unsqueeze(1)
+    is_real = torch.ones(batch, 1, dtype=torch.bool)
+    rows = QueryRows(query, positions, is_real, slots, own, lambda: scores)
+    try:
+        state.append(layer, key, value, positions, slice(row, row + 1))
+        side = state.select(layer, rows).side
+    except (NotImplementedError, RuntimeError):  # it looks at numbers
+        return None
+    if side is None:
+        return 0.0
+    return None if side.device == META else float(side.mean())
+
+
+def _calibration(method: Method, geometry: Geometry, dtype: torch.dtype) -> Calibration:
+    """A calibration without numbers, of all layers."""
+    size = CALIBRATION_TOKENS, geometry.head_dim
+    query = torch.empty(geometry.num_heads, *size, dtype=dtype, device=META)
+    key = torch.empty(geometry.num_kv_heads, *size, dtype=dtype, device=META)
+    measured: list[Calibration] = []
+    for _ in range(geometry.num_layers):
+        measured.append(method.calibrate(query, key, geometry, measured))
+    stacked = {}
+    for name in measured[0]:
+        stacked[name] = torch.stack([of_layer[name] for of_layer in measured])
+    return stacked

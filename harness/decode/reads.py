@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harness.model.attached import Attached
 from harness.model.budgets import code_widths, share_of_cache
 from harness.model.policies import evicts
 from methods.base import Geometry, Method
@@ -109,29 +110,22 @@ class RowReads:
 class StepReads:
     """What live decoding reads on the device, summed over steps and sequences.
 
-    codec: of the layers under the method. element_bytes: of the compute dtype. slot_bytes: of the
-    layers' rows, set once the stores are there.
+    codec: of the layers under the method. slot_bytes: of the layers' rows, set once the stores are
+    there.
     num_bytes: fp64, 0-d: rows as they are stored, index and windows in the compute dtype, and the
     current token of every layer. tokens_read: fp64, 0-d: cached tokens read, mean over KV heads, in
     all layers that see every token; gpu_cache_tokens_read: of them those in layers with a GPU
     cache. Padding is not counted.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        method: Method,
-        codec: CacheCodec,
-        element_bytes: int,
-        device: torch.device,
-    ) -> None:
-        self.geometry = geometry
+    def __init__(self, attached: Attached, method: Method, codec: CacheCodec) -> None:
+        self.geometry = attached.geometry
         self.method = method
-        self.widths = code_widths(codec, geometry)
-        self.token_bytes = geometry.elements * element_bytes  # exact, of a KV head
+        self.widths = code_widths(codec, self.geometry)
+        self.token_bytes = self.geometry.elements * attached.dtype.itemsize  # exact, of a KV head
         self.slot_bytes: dict[int, int] = {}
         self.rows = 0
-        sums = torch.zeros(6, dtype=torch.float64, device=device)
+        sums = torch.zeros(6, dtype=torch.float64, device=attached.devices[0])
         self.frac_sum, self.index_sum, self.num_bytes, *of_tokens = sums
         self.tokens_read, self.gpu_cache_tokens_read, self.evicted_sum = of_tokens
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.decode.cache import Fetch, Fetcher, LayerCache
-from harness.decode.share import BatchLengths, DeviceShare, TokenBatch
+from harness.decode.share import BatchLengths, TokenBatch
 from harness.decode.store import KeyValue, KVStore, indices
 from harness.model.attention import dense_attention
 from harness.model.dense_prompts import LayerPrompt
@@ -40,17 +40,8 @@ class ValuesCache(LayerCache):
 
     state: State
 
-    def __init__(
-        self,
-        policy: Policy,
-        share: DeviceShare,
-        store: KVStore,
-        state: State,
-        method: Method,
-        fetcher: Fetcher,
-    ) -> None:
-        super().__init__(policy, share, store, state, method, fetcher)
-        self.holder, self.sizes = state, method
+    def __init__(self, policy: Policy, fetcher: Fetcher, state: State, method: Method) -> None:
+        super().__init__(policy, fetcher, state, method)
         self.keys = self.values = self.fetched_keys = torch.empty(0)
         self.present = torch.empty(0, dtype=torch.bool)
         self.num_prompt = 0
@@ -58,9 +49,9 @@ class ValuesCache(LayerCache):
     def keep_prompt(self, prompt: LayerPrompt) -> None:
         super().keep_prompt(prompt)
         key, value = prompt.key, prompt.value
-        mask = resident_of(self.holder, self.policy.number, key)
+        mask = resident_of(self.state, self.policy.number, key)
         rows = self.batch.rows(0)
-        most = max(self.sizes.tokens_resident(row, self.policy.number) for row in rows)
+        most = max(self.method.tokens_resident(row, self.policy.number) for row in rows)
         slots, _ = indices(mask, most)
         index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
         room = (0, 0, 0, self.batch.max_new_tokens)
@@ -82,7 +73,7 @@ class ValuesCache(LayerCache):
 
     def request_rows(self, selection: Selection) -> Tensor:
         slots = super().request_rows(selection)
-        self.fetched_keys = rebuilt(self.holder, self.policy.number, slots)  # beside the transfer
+        self.fetched_keys = rebuilt(self.state, self.policy.number, slots)  # beside the transfer
         return slots
 
     def parts(self, fetch: Fetch) -> list[KeyValue]:
@@ -112,16 +103,9 @@ class ResidualCache(LayerCache):
     packed, with all rows of its key's group, so that fetched rows decode by themselves.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        share: DeviceShare,
-        store: KVStore,
-        codec: SplitCodec,
-        method: Method,
-        fetcher: Fetcher,
-    ) -> None:
-        super().__init__(policy, share, store, None, method, fetcher)
+    def __init__(self, policy: Policy, fetcher: Fetcher, codec: SplitCodec, method: Method) -> None:
+        super().__init__(policy, fetcher, None, method)
+        store = self.store
         self.is_fused = self.attends_by_kernels = False  # the ring lies between
         self.codec = codec
         self.ring_rows = self.num_ring_rows(codec)

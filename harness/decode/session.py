@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from harness.decode import memory
-from harness.decode.ahead import AheadFetcher, AheadPart
-from harness.decode.cache import Fetcher, LayerCache
-from harness.decode.disk import Disk
-from harness.decode.disk_store import DiskStore
+from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
+from harness.decode.disk import BLOCK_BYTES, DiskFile
 from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
 from harness.decode.links import DiskLink, Link, Links, LinkUse, link_of
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
@@ -85,8 +83,7 @@ class LiveSession:
     ) -> None:
         check_combination(method, placement, gpu_cache)
         crosses = placement in BEHIND_LINK
-        if crosses and link is None:
-            raise ValueError(f"placement={placement}: needs a link")
+        assert link is not None or not crosses, "rows behind a link need it"
         if placement == "managed" and len(attached.devices) > 1:
             raise UserError(
                 "placement=managed: the model lies on several devices; allowed there: device, host"
@@ -114,7 +111,7 @@ class LiveSession:
         self.caches: list[LayerCache | LocalCache] = []
         self.stores: list[KVStore] = []
         self.parts: dict[LayerCache, AheadPart] = {}
-        self.reads = self._new_reads()
+        self.reads = StepReads(attached, method, self.codec)
         self.clock = StepClock(attached.device)
         self.link_uses: list[LinkUse] = []
         self.model_cache = attached.new_cache()
@@ -122,15 +119,6 @@ class LiveSession:
         self.activations = 0
         self.is_fork = False
         self._prompt_rows: dict[KVStore, Tensor] = {}
-
-    def _new_reads(self) -> StepReads:
-        return StepReads(
-            self.attached.geometry,
-            self.method,
-            self.codec,
-            element_bytes=self.attached.dtype.itemsize,
-            device=self.attached.devices[0],
-        )
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
@@ -159,7 +147,7 @@ class LiveSession:
         if self.method.needs_inputs:
             return self.prefill(prompt.ids, prompt.real)
         self.clock.begin_prompt()
-        pass_tokens = workspace_tokens(prompt.real)
+        pass_tokens = max(len(prompt.real), min(PASS_TOKENS, prompt.real.numel()))
         if self.method.rereads_prompt:
             passes = planned(self.attached, self.method, prompt.ids, prompt.real)
             longest = max((reread.ids.numel() for reread in passes), default=0)
@@ -221,7 +209,7 @@ class LiveSession:
         for store in self.stores:
             shared += [store, store.codec]
         for share in self.shares.values():
-            shared += [*share.buffers, share.slab, share.file]
+            shared += [*share.buffers, share.home]
         for cache in self.caches:
             if isinstance(cache, ValuesCache):
                 shared += [cache.keys, cache.values]
@@ -232,7 +220,7 @@ class LiveSession:
         of_layers = self.shares, self.caches, self.parts
         child.shares, child.caches, child.parts = deepcopy(of_layers, memo)
         child.model_cache = self.model_cache.fork(torch.arange(len(self.batch.prompts)))
-        child.reads = self._new_reads()
+        child.reads = StepReads(self.attached, self.method, self.codec)
         child.reads.slot_bytes = self.reads.slot_bytes
         child.clock = StepClock(self.attached.device)
         child.link_uses = [link.open_use() for link in self.links]
@@ -287,38 +275,10 @@ class LiveSession:
         return [share.state for share in self.shares.values() if share.state is not None]
 
     @property
-    def loaded_bytes(self) -> int | Tensor:
-        """Payload bytes of the rows that the decode steps so far took from the link: every row that
-        a layer asked for and waited for, unused prefetches included. Rows that are under way for a
-        step that has not come are not among them. Under CUDA a 0-d tensor (no sync)."""
-        return self.traffic.loaded.num_bytes
-
-    @property
-    def late_bytes(self) -> int | Tensor:
-        """The part of `loaded_bytes` that layers asked for by their own query, and waited for."""
-        return self.traffic.late.num_bytes
-
-    @property
-    def written_bytes(self) -> int | Tensor:
-        """Payload bytes that the decode steps so far wrote back, without the prompt's. Counted as
-        `loaded_bytes`."""
-        return self.traffic.written.num_bytes
-
-    @property
-    def rows_loaded(self) -> int:
-        """Rows of `loaded_bytes`, of one token and KV head each."""
-        return int(self.traffic.loaded.num_rows)
-
-    @property
-    def disk_read_bytes(self) -> int:
-        """Bytes that a disk read in whole blocks for the rows of `loaded_bytes`."""
-        return self.traffic.block_bytes
-
-    @property
     def disk_bytes(self) -> int:
         """Bytes of the files that hold the cache."""
-        files = [share.file for share in self.shares.values()]
-        return sum(file.nbytes for file in files if file is not None)
+        homes = [share.home for share in self.shares.values()]
+        return sum(home.nbytes for home in homes if isinstance(home, DiskFile))
 
     @property
     def rows_read(self) -> float | Tensor:
@@ -332,17 +292,6 @@ class LiveSession:
         and kept in the GPU cache."""
         selected = self.reads.gpu_cache_tokens_read * self.attached.geometry.num_kv_heads
         return selected - self.traffic.missed.num_rows
-
-    @property
-    def h2d_bytes(self) -> int:
-        """`loaded_bytes` as a number, which a GPU has to tell; 0 under managed placement, where the
-        driver moves pages."""
-        return int(self.loaded_bytes)
-
-    @property
-    def d2h_bytes(self) -> int:
-        """`written_bytes` as a number, like `h2d_bytes`."""
-        return int(self.written_bytes)
 
     @property
     def device_bytes(self) -> int:
@@ -371,8 +320,8 @@ class LiveSession:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are page-locked for this session."""
-        slabs = [share.slab for share in self.shares.values()]
-        return sum(slab.nbytes for slab in slabs if slab is not None)
+        homes = [share.home for share in self.shares.values()]
+        return sum(home.nbytes for home in homes if isinstance(home, PinnedSlab))
 
     # Open and close
 
@@ -417,22 +366,19 @@ class LiveSession:
                 store.free()
             for device, share in self.shares.items():
                 share.buffers, share.free = [], []
-                if share.file is not None:
-                    share.file.close()
-                if share.slab is None:
+                if share.home is None:
                     continue
                 with launching_on(device):
-                    if self.leaves_slabs:
-                        share.slab.empty()
-                        share.slab = None
+                    if self.leaves_slabs and isinstance(share.home, PinnedSlab):
+                        share.home.empty()
+                        share.home = None
                     else:
-                        share.slab.close()
+                        share.home.close()
 
     def _open(self, real: Tensor, pass_tokens: int, activations: int) -> None:
         """Make what decoding needs, after asking whether it fits. pass_tokens: tokens of the
         prompts that pass a layer together; activations: bytes that the pass takes."""
-        if self.stores:
-            raise RuntimeError("a session prefills once")
+        assert not self.stores, "a session prefills once"
         attached, method = self.attached, self.method
         self.activations = activations
         attached.require_length(real.shape[1] + self.max_new_tokens)
@@ -487,15 +433,13 @@ class LiveSession:
                 caches[layer] = LocalCache(policy, share.batch)
                 continue
             store = stores[layer]
-            if share.link is not None and layer in needs.ahead:
-                ahead.append(AheadFetcher(share, store, share.link))
-                caches[layer] = self._new_cache(share, policy, store, ahead[-1])
+            if layer in needs.ahead:
+                ahead.append(AheadFetcher(share, store))
+                caches[layer] = self._new_cache(policy, ahead[-1])
                 continue
-            if share.rooms is not None and policy.names_rows:
-                fetcher: Fetcher = GpuCacheFetcher(share, store, share.rooms)
-            else:
-                fetcher = Fetcher(share, store)
-            others.append(self._new_cache(share, policy, store, fetcher))
+            has_gpu_cache = share.rooms is not None and policy.names_rows
+            fetcher = (GpuCacheFetcher if has_gpu_cache else Fetcher)(share, store)
+            others.append(self._new_cache(policy, fetcher))
             caches[layer] = others[-1]
         if ahead:
             for number, cache in enumerate(others):
@@ -515,25 +459,23 @@ class LiveSession:
             slab = None
         memory.require_session(asked if slab is None else asked._replace(host=0), share.device)
         if self.pinned and stores:
-            share.slab = self.slabs[share.device] = slab or PinnedSlab(asked.host)
-        if isinstance(share.link, DiskLink):
-            _allocate_on_disk(share, share.link.disk, [*stores.values()])
-        else:
-            for store in stores.values():
-                store.allocate(share.slab)
+            share.home = self.slabs[share.device] = slab or PinnedSlab(asked.host)
+        elif isinstance(share.link, DiskLink):
+            blocks = sum(store.nbytes for store in stores.values()) // BLOCK_BYTES
+            share.home = share.link.disk.new_file(blocks)
+        for store in stores.values():
+            store.allocate(share.home)
         if share.device.type == "cuda":
             _compile_kernels(share, [*stores.values()])
 
-    def _new_cache(
-        self, share: DeviceShare, policy: Policy, store: KVStore, fetcher: Fetcher
-    ) -> LayerCache:
-        state = share.state if policy.kind == "method" else None
-        method, codec = self.method, store.codec
+    def _new_cache(self, policy: Policy, fetcher: Fetcher) -> LayerCache:
+        state = fetcher.share.state if policy.kind == "method" else None
+        method, codec = self.method, fetcher.store.codec
         if isinstance(codec, SplitCodec) and codec.residual:
-            return ResidualCache(policy, share, store, codec, method, fetcher)
+            return ResidualCache(policy, fetcher, codec, method)
         if state is not None and method.keeps_keys:
-            return ValuesCache(policy, share, store, state, method, fetcher)
-        return LayerCache(policy, share, store, state, method, fetcher)
+            return ValuesCache(policy, fetcher, state, method)
+        return LayerCache(policy, fetcher, state, method)
 
     def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
         """Hand a layer's prompt to its cache, with few layers' rows on their way to the host."""
@@ -544,16 +486,6 @@ class LiveSession:
                 require_codable(cache.store.codec, layer, prompt.key, prompt.value)
         with launching_on(prompt.key.device):
             cache.keep_prompt(prompt)
-
-
-def _allocate_on_disk(share: DeviceShare, disk: Disk, stores: Sequence[KVStore]) -> None:
-    """Give each store its blocks of one file. Raises UserError where the disk has no space."""
-    on_disk = [store for store in stores if isinstance(store, DiskStore)]
-    share.file = disk.new_file(sum(store.num_blocks for store in on_disk))
-    first_block = 0
-    for store in on_disk:
-        store.place_in(share.file, first_block)
-        first_block += store.num_blocks
 
 
 def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:
@@ -569,12 +501,6 @@ def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:
         GpuCache([1], 1, share.device).request(nothing, nothing.int(), 1)
     else:
         indices(nothing, 1)
-
-
-def workspace_tokens(real: Tensor) -> int:
-    """Tokens in a pass of a session that takes over its prompt: `PASS_TOKENS` of the prompts, or a
-    decode step's. real: bool [batch, prompt]."""
-    return max(len(real), min(PASS_TOKENS, real.numel()))
 
 
 def generate(session: LiveSession, logits: Tensor, drafts: Sequence[Draft]) -> Iterator[None]:

@@ -128,13 +128,13 @@ class RowCount:
 
 
 class Traffic:
-    """What crosses a session's links.
+    """What crosses a session's links; nothing under managed placement: the driver moves pages.
 
-    loaded, written: rows that the decode steps took from a link and wrote back, counted in the step
-    that waits for them, so that they are exact for any run of steps. late: the rows of `loaded`
-    that a layer requested by its own query, in the layer itself. missed: with a GPU cache, those
-    that were not there when their layer selected them. block_bytes: read from a disk for the rows
-    of `loaded`, in whole blocks.
+    loaded, written: rows that the decode steps took from a link, unused prefetches included, and
+    wrote back, without the prompt's. They are counted in the step that waits for them, so that they
+    are exact for any run of steps. late: the rows of `loaded` that a layer requested by its own
+    query, in the layer itself. missed: with a GPU cache, those that were not there when their layer
+    selected them. block_bytes: read from a disk for the rows of `loaded`, in whole blocks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -150,8 +150,8 @@ class DeviceShare:
 
     Set by the session: device; batch; traffic; link, None but where rows lie behind one; rooms: of
     each sequence, the rows of a KV head in the GPU cache of each layer, None: there is none; state:
-    the method's, None where it reads everything; slab: the page-locked memory of the stores; file:
-    the file of the stores on a disk.
+    the method's, None where it reads everything; home: the page-locked memory or the file of the
+    stores, None elsewhere.
     Changed by the layers: buffers: all that fetched rows may lie in; free: the buffers that layers
     use in turns and that hold no rows, the one that was read last at the end. under_way: the
     transfers of the prompt's last layers to the host.
@@ -172,8 +172,7 @@ class DeviceShare:
         self.link = link
         self.rooms = rooms
         self.state = state
-        self.slab: PinnedSlab | None = None
-        self.file: DiskFile | None = None
+        self.home: PinnedSlab | DiskFile | None = None
         self.buffers: list[Tensor] = []
         self.free: list[Tensor] = []
         self.under_way: deque[Ticket] = deque(maxlen=LAYERS_UNDER_WAY)

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.decode.ahead import AheadPart
-from harness.decode.cache import Fetch, LayerCache
+from harness.decode.cache import AheadPart, Fetch, LayerCache
 from harness.decode.reads import LayerRead
 from harness.decode.resident import LocalCache
 from harness.decode.store import KeyValue

@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -73,17 +74,6 @@ SlotRequest = int | slice | Chosen
 def chosen(slots: Tensor, targets: Tensor | None = None) -> Chosen:
     """A request for these slots."""
     return Chosen(slots, num_true(slots >= 0), targets)
-
-
-class Moved(NamedTuple):
-    """Bytes that moved, known to the device: row_bytes for each of the rows that `num_rows`, not
-    yet added up, counts."""
-
-    num_rows: Tensor
-    row_bytes: int
-
-    def __int__(self) -> int:
-        return int(self.num_rows.sum()) * self.row_bytes
 
 
 def num_true(mask: Tensor) -> int | Tensor:
@@ -213,22 +203,20 @@ class KVStore:
         """True if a kernel on the device can address the slots."""
         self.slots = torch.empty(0, dtype=torch.uint8)
 
-    def allocate(self, slab: PinnedSlab | None = None) -> KVStore:
+    def allocate(self, home: object = None) -> KVStore:
         """Make the slots and return the store.
 
-        slab: page-locked memory for host placement, which asynchronous transfers and kernels need
-        under CUDA. Without one the slots lie in pageable memory, from which every transfer waits.
-        Raises UserError where they do not fit.
+        home: page-locked memory for host placement, which asynchronous transfers and kernels need
+        under CUDA. Without it the slots lie in pageable memory, from which every transfer waits.
         """
         shape = self.batch, self.num_kv_heads, self.capacity, self.slot_bytes
-        if slab is not None:
-            self.slots, self.is_reachable = slab.take(shape), True
+        if isinstance(home, PinnedSlab):
+            self.slots, self.is_reachable = home.take(shape), True
         elif self.placement == "managed":
             self.slots = memory.managed_empty(shape, self.device)
         else:
-            home = self.device if self.placement == "device" else torch.device("cpu")
-            memory.require_memory(self.nbytes, home)
-            self.slots = torch.empty(shape, dtype=torch.uint8, device=home)
+            where = self.device if self.placement == "device" else torch.device("cpu")
+            self.slots = torch.empty(shape, dtype=torch.uint8, device=where)
         return self
 
     def free(self) -> None:
@@ -257,9 +245,9 @@ class KVStore:
         shape = (self.batch, self.num_kv_heads, num_rows + 1, self.slot_bytes)
         return buffer[: math.prod(shape)].view(shape)
 
-    def load(self, request: SlotRequest, rows: Tensor) -> int | Moved:
+    def load(self, request: SlotRequest, rows: Tensor) -> int:
         """Copy the requested slots into `rows` [batch, num_kv_heads, n, slot_bytes], contiguous in
-        a head; return the bytes moved.
+        a head; return the bytes moved, 0 where the device alone knows how many rows these are.
 
         A negative index leaves its row alone. Under CUDA asynchronous on the current stream from
         device and pinned memory, the count of chosen slots being on the device; from pageable
@@ -282,8 +270,8 @@ class KVStore:
             copy_heads(self.slots[:, :, part.start : self._checked(part.stop)], rows)
         return self._bytes_of(moved)
 
-    def write(self, rows: Tensor, at: int | Chosen) -> int | Moved:
-        """Put packed `rows` into slots; return the bytes moved.
+    def write(self, rows: Tensor, at: int | Chosen) -> int:
+        """Put packed `rows` into slots; return the bytes moved, as `load`.
 
         at: the column of the first row, for all heads; or the slot of each row. Asynchronous and
         raising as `load`.
@@ -298,10 +286,8 @@ class KVStore:
             scatter_rows(self.slots, index, rows, self.tuning)
         return self._bytes_of(moved)
 
-    def _bytes_of(self, num_rows: int | Tensor) -> int | Moved:
-        if isinstance(num_rows, int):
-            return num_rows * self.slot_bytes
-        return Moved(num_rows, self.slot_bytes)
+    def _bytes_of(self, num_rows: int | Tensor) -> int:
+        return num_rows * self.slot_bytes if isinstance(num_rows, int) else 0
 
     def _write_columns(self, rows: Tensor, at: int) -> None:
         """Write rows of every head from column `at` on. Short lines, such as a step's own row, are
@@ -355,7 +341,7 @@ def _memcpy_2d(source: Tensor, target: Tensor) -> None:
 
 
 # Rows one by one. Under CUDA a Triton kernel reads and writes pinned host memory in place, without
-# a sync; on the CPU `index_select` is one memcpy a row.
+# a sync.
 
 
 def gather_rows(
@@ -378,36 +364,14 @@ def gather_rows(
 
         kernels.gather_rows(slots, index, rows, targets, tuning)
         return
-    _check(slots, index)
-    words, target_words = slots.view(torch.int32), rows.view(torch.int32)
-    if targets is not None:
-        _gather_to_targets(words, index, target_words, targets)
-        return
-    for head in np.ndindex(*index.shape[:2]):
-        own = index[head]
-        moving = (own >= 0).nonzero().view(-1)
-        if len(moving) == len(own):  # without an intermediate copy
-            torch.index_select(words[head], 0, own, out=target_words[head])
-        elif len(moving):
-            target_words[head].index_copy_(0, moving, words[head].index_select(0, own[moving]))
-
-
-def _gather_to_targets(words: Tensor, index: Tensor, target_words: Tensor, targets: Tensor) -> None:
-    """`gather_rows` to given rows on a CPU, all heads at once. These are few rows of each head, and
-    numpy keeps the interpreter while it copies them: a link's thread that asked for it anew after
-    every operation would wait for the computation, and the computation for it."""
-    _, num_kv_heads, capacity, row_words = words.shape
-    slots = index.numpy().reshape(-1)
-    moving = np.flatnonzero(slots >= 0)
-    head = moving // index.shape[2]
-    batch_stride, head_stride, row_stride, _ = target_words.stride()
-    first = head // num_kv_heads * batch_stride + head % num_kv_heads * head_stride
-    target = targets.numpy().reshape(-1)[moving] + first // row_words
-    source = slots[moving] + head * capacity
-    last = (target_words.shape[0] - 1) * batch_stride + (num_kv_heads - 1) * head_stride
-    num_rows = last // row_words + target_words.shape[2]
-    rows = target_words.as_strided((num_rows, row_words), (row_stride, 1)).numpy()
-    rows[target] = words.view(-1, row_words).numpy().take(source, 0)
+    # In numpy, which keeps the interpreter while it copies: a link's thread that asked for it anew
+    # after every operation would wait for the computation, and the computation for it.
+    _, num_kv_heads, capacity, _ = slots.shape
+    batch, head, row, slot = _listed(slots, index)
+    target = row if targets is None else targets.numpy()[batch, head, row]
+    words = slots.view(torch.int32).flatten(0, 2).numpy()  # `take` is one memcpy a row
+    moved = words.take((batch * num_kv_heads + head) * capacity + slot, 0)
+    rows.view(torch.int32).numpy()[batch, head, target] = moved
 
 
 def scatter_rows(
@@ -422,20 +386,19 @@ def scatter_rows(
 
         kernels.scatter_rows(slots, index, rows, tuning)
         return
-    _check(slots, index)
-    batch, num_kv_heads, capacity, _ = slots.shape
-    first = torch.arange(0, batch * num_kv_heads * capacity, capacity).view(batch, num_kv_heads, 1)
-    moving = (index >= 0).view(-1).nonzero().view(-1)
-    row_words = slots.shape[-1] // 4
-    words = slots.view(torch.int32).view(-1, row_words)
-    new_words = rows.view(torch.int32).view(-1, row_words)
-    words.index_copy_(0, (first + index).view(-1)[moving], new_words[moving])
+    batch, head, row, slot = _listed(slots, index)
+    new_words = rows.view(torch.int32).numpy()[batch, head, row]
+    slots.view(torch.int32).numpy()[batch, head, slot] = new_words
 
 
-def _check(slots: Tensor, index: Tensor) -> None:
-    capacity, largest = slots.shape[2], int(index.max()) if index.numel() else -1
-    if largest >= capacity:
+def _listed(slots: Tensor, index: Tensor) -> tuple[NDArray[np.int64], ...]:
+    """Batch, head, row and slot of each slot of `index` that is not negative, on the CPU."""
+    capacity, slot_of = slots.shape[2], index.numpy()
+    batch, head, row = np.nonzero(slot_of >= 0)
+    slot = slot_of[batch, head, row]
+    if (largest := slot.max(initial=-1)) >= capacity:
         raise IndexError(f"slot index {largest} is beyond the capacity of {capacity} slots")
+    return batch, head, row, slot
 
 
 # Lists of slots from masks, without a sync. Under CUDA each is one kernel, a program a head.

@@ -65,24 +65,23 @@ class Timeline:
         synchronises."""
         steps, self._steps = self._steps, []
         ends = [step[0][1] for step in steps[1:]] + [self._now()]
-        if self.device.type == "cuda":
-            for _, event in steps[-1] if steps else []:
-                event.synchronize()
-            ends[-1].synchronize()
+        for _, moment in steps[-1] if steps else []:
+            wait_for(moment)
+        wait_for(ends[-1])
         segments = []
         for step, end in zip(steps, ends, strict=False):
             segments.append(self._by_segment([*step, ("", end)]))
         return segments
 
     def _by_segment(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
-        seconds = dict.fromkeys(SEGMENTS, 0.0)
+        found = dict.fromkeys(SEGMENTS, 0.0)
         for (segment, begin), (_, end) in pairwise(marks):
             if segment:
-                seconds[segment] += _seconds(begin, end)
-        return seconds
+                found[segment] += seconds(begin, end)
+        return found
 
     def _now(self) -> Any:
-        return _now(self.device, self._current)
+        return now(self.device, self._current)
 
 
 class StepClock:
@@ -98,12 +97,12 @@ class StepClock:
 
     def begin_prompt(self, num_rows: int = 1) -> None:
         """A prompt begins now. num_rows: marks until its end, where it is decoded row by row."""
-        self._marks = [_now(self.device, self.device)]
+        self._marks = [now(self.device)]
         self._prompt_marks = num_rows
 
     def mark(self) -> None:
         """The prompt, then a step, ends now: its logits are there."""
-        self._marks.append(_now(self.device, self.device))
+        self._marks.append(now(self.device))
 
     @property
     def ttft_s(self) -> float:
@@ -116,20 +115,31 @@ class StepClock:
         return self._intervals()[self._prompt_marks :]
 
     def _intervals(self) -> list[float]:
-        if self.device.type == "cuda":
-            self._marks[-1].synchronize()
-        return [_seconds(begin, end) for begin, end in pairwise(self._marks)]
+        wait_for(self._marks[-1])
+        return [seconds(begin, end) for begin, end in pairwise(self._marks)]
 
 
-def _now(device: torch.device, current: torch.device | int) -> Any:
-    """A time: on CUDA an event on the current stream of the device `current`."""
+def now(device: torch.device, current: int | None = None) -> Any:
+    """A time: on CUDA an event on the current stream of the device, or of that with the number
+    `current`."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(current))
+    event.record(torch.cuda.current_stream(device if current is None else current))
     return event
 
 
-def _seconds(begin: Any, end: Any) -> float:
-    """Seconds between two times that have passed."""
+def seconds(begin: Any, end: Any) -> float:
+    """Seconds between two times that have passed, below 0 if `end` is earlier."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+
+
+def has_passed(moment: Any) -> bool:
+    """Whether a time has passed."""
+    return moment <= time.perf_counter() if isinstance(moment, float) else moment.query()
+
+
+def wait_for(moment: Any) -> None:
+    """Wait until a time has passed, if it is an event."""
+    if not isinstance(moment, float):
+        moment.synchronize()

@@ -48,8 +48,7 @@ def streamed_weights(
     if on_device == 1:
         yield None
         return
-    if link is None:
-        raise ValueError(f"on_device={on_device}: needs a link")
+    assert link is not None, "weights that stream need a link"
     weights = StreamedWeights(
         attached, link, on_device, timeline or Timeline(attached.device), pinned
     )

@@ -38,7 +38,10 @@ def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached
         stack.enter_context(_claimed(stack_of(model)))
         stack.enter_context(_evaluating(model))
         decoder = checked_decoder(model)
-        yield stack.enter_context(attached_unchecked(model, decoder, prompts))
+        attached = stack.enter_context(attached_unchecked(model, decoder))
+        if not decoder.recurrent:  # such layers would go on from a prompt's states
+            attached.prompts = prompts
+        yield attached
 
 
 def digest_of(model: Any) -> str:

@@ -24,7 +24,6 @@ from harness.model.calls import (
     options_of,
     refusal,
     replaced_forward,
-    uncopied,
 )
 from harness.model.decoder import Decoder
 from harness.model.dense_prompts import DensePrompts
@@ -39,7 +38,6 @@ from harness.model.passes import (
 )
 from harness.model.split_rows import RecurrentRows, in_parts
 from harness.model.trace import Layer, PositionSource
-from methods.attention import Softmax
 from methods.base import Geometry, LayerInputs
 
 ELSEWHERE = (
@@ -47,27 +45,22 @@ ELSEWHERE = (
     "inside harness.attach call the model or its generate, elsewhere wait until the run that "
     "attached it has ended"
 )
-IS_COPIED = (
-    "the model is attached to a KV-cache method, and a copy or pickle of it would hold on to that "
-    "cache; copy it before, or after the block or run that attached it"
-)
 
 
 class Attached:
     """A model with our attention under it. Valid inside `attach`.
 
-    layers: all attention layers, in order. softmaxes: theirs, for queries as handlers get them.
-    numbers: by layer, its number among the layers that see every token, which is how methods count;
-    None for a local layer. longest: tokens of the longest sequence that all layers see whole, where
-    all of them are local; None: any. prompts: kept passes. device: of ids, positions, hidden states
-    and logits. devices: of the layers, each once, in their order.
+    layers: all attention layers, in order. numbers: by layer, its number among the layers that see
+    every token, which is how methods count; None for a local layer. longest: tokens of the longest
+    sequence that all layers see whole, where all of them are local; None: any. prompts: kept
+    passes. device: of ids, positions, hidden states and logits. devices: of the layers, each once,
+    in their order.
     """
 
-    def __init__(self, model: Any, decoder: Decoder, prompts: DensePrompts | None = None) -> None:
+    def __init__(self, model: Any, decoder: Decoder) -> None:
         self.model = model
         self.decoder = decoder
-        # Recurrent layers would go on from a prompt's states.
-        self.prompts = None if decoder.recurrent else prompts
+        self.prompts: DensePrompts | None = None
         self.layers: list[Layer] = decoder.layers
         self.device: torch.device = model.device
         self.devices = _devices_of(self.layers)
@@ -84,12 +77,6 @@ class Attached:
             else:
                 self.numbers.append(None)
         self.geometry = self._geometry()
-        self.softmaxes: list[Softmax] = []
-        for layer, number in zip(self.layers, self.numbers, strict=True):
-            softmax = layer.softmax
-            if number is not None:
-                softmax = softmax._replace(scale=self.geometry.scale)
-            self.softmaxes.append(softmax)
         self._index = {id(layer.module): index for index, layer in enumerate(self.layers)}
         self._rotaries: dict[int, Rotary | None] = {}
         # The model's own: `harness.api.cached_model` puts another in its place.
@@ -98,8 +85,6 @@ class Attached:
         self.attention_name = ""
         configs = [getattr(layer.module, "config", decoder.stack.config) for layer in self.layers]
         self._configs = list({id(config): config for config in configs}.values())
-        self._weights = [next(layer.module.parameters()) for layer in self.layers]
-        self._weights_as_read = [(weight.dtype, weight.device) for weight in self._weights]
         # Of a pass under way
         self._thread: int | None = None
         self._handler: Handler | None = None
@@ -114,9 +99,9 @@ class Attached:
         layers = self._counted
         first = layers[0]
         if any(_sizes_of(layer) != _sizes_of(first) for layer in layers):
-            why = "its layers that see every token have several shapes"
+            why = "its layers that see every token have several shapes or scales"
             raise refusal(self.decoder.family, why)
-        softmaxes = tuple(layer.softmax._replace(scale=first.softmax.scale) for layer in layers)
+        softmaxes = tuple(layer.softmax for layer in layers)
         is_plain = all(softmax.is_plain for softmax in softmaxes)
         windows = []
         for layer, number in zip(self.layers, self.numbers, strict=True):
@@ -217,8 +202,8 @@ class Attached:
 
     def _require_own_call(self, *_: Any) -> None:
         """Called before the decoder runs. Raises UserError for a call that is not made by `forward`
-        or `logits`: it would read and disturb the caches of the run that has the model. Also for a
-        model that was changed since it was read."""
+        or `logits`: it would read and disturb the caches of the run that has the model. Also where
+        another attention was set."""
         if self._thread != threading.get_ident():
             raise UserError(ELSEWHERE)
         for config in self._configs:
@@ -227,13 +212,6 @@ class Attached:
                     f"attention implementation {config._attn_implementation!r}: it was set while "
                     "the model was attached, whose attention is the method's; set it before, or "
                     "after the block"
-                )
-        for weight, as_read in zip(self._weights, self._weights_as_read, strict=True):
-            if (weight.dtype, weight.device) != as_read:
-                dtype, device = as_read
-                raise UserError(
-                    f"the model was moved to {weight.dtype} on {weight.device} while it was "
-                    f"attached in {dtype} on {device}; move it before, or after the block"
                 )
 
     # What a model does not take
@@ -284,20 +262,15 @@ class Attached:
         embeddings = None
         if wanted.positions is not None:
             embeddings = self._made.get(wanted.positions)
-        call = wanted.call.with_hidden(
-            hidden,
-            position_embeddings=embeddings,
-            position_ids=self._positions,
-            attention_mask=None,
-            past_key_values=self._cache,
+        call = wanted.rerun(
+            hidden, self._cache, position_embeddings=embeddings, position_ids=self._positions
         )
         return self._query_of(layer, call)
 
     def example(self, layer: int) -> tuple[LayerInputs, Tensor]:
         """A layer's inputs in the trace of the model, a few tokens, and the query made of them."""
-        call = self.layers[layer].call
-        cache = self.new_cache()
-        call = call.with_hidden(call.hidden, attention_mask=None, past_key_values=cache)
+        known = self.layers[layer]
+        call = known.rerun(known.call.hidden, self.new_cache())
         return self._inputs_of(layer, call), self._query_of(layer, call)
 
     def _query_of(self, layer: int, call: Call) -> Tensor:
@@ -315,12 +288,9 @@ class Attached:
         return self._as_handled(layer, query)
 
     def _as_handled(self, layer: int, query: Tensor) -> Tensor:
-        """A module's query as handlers get it: for the scale of all layers, and for latent keys."""
-        known = self.layers[layer]
-        own, shared = known.softmax.scale, self.softmaxes[layer].scale
-        if own != shared:
-            query = query * (own / shared)
-        return query if known.latent is None else query @ known.latent.to_query
+        """A module's query as handlers get it: of latent keys for the latent."""
+        latent = self.layers[layer].latent
+        return query if latent is None else query @ latent.to_query
 
     def _inputs_of(self, layer: int, call: Call) -> LayerInputs:
         """The arguments of a layer's attention module, as methods get them."""
@@ -329,7 +299,7 @@ class Attached:
         embeddings = None
         if isinstance(given, tuple | list) and len(given) == 2:
             embeddings = given[0], given[1]
-        rotary = None if known.positions is None else partial(_embedded, known.positions)
+        rotary = None if known.positions is None else known.positions.embeddings
         return LayerInputs(known.module, call.hidden, embeddings, rotary)
 
     def _rotate(
@@ -416,16 +386,9 @@ def _devices_of(layers: Sequence[Layer]) -> list[torch.device]:
     return list(dict.fromkeys(layer.device for layer in layers))
 
 
-def _sizes_of(layer: Layer) -> tuple[int, ...]:
-    heads = layer.num_heads, layer.num_kv_heads
-    return *heads, layer.head_dim, layer.value_dim, layer.elements
-
-
-def _embedded(
-    source: PositionSource, states: Tensor, position_ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A layer's position embeddings. The source's hooks, for the model's pass, do not run."""
-    return source.module.forward(states, position_ids, *source.options)
+def _sizes_of(layer: Layer) -> tuple[float, ...]:
+    heads, scale = (layer.num_heads, layer.num_kv_heads), layer.softmax.scale
+    return *heads, layer.head_dim, layer.value_dim, layer.elements, scale
 
 
 def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -442,11 +405,9 @@ def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 @contextmanager
-def attached_unchecked(
-    model: Any, decoder: Decoder, prompts: DensePrompts | None = None
-) -> Iterator[Attached]:
+def attached_unchecked(model: Any, decoder: Decoder) -> Iterator[Attached]:
     """Run `model` through our attention inside the `with` block, as its `decoder` describes it."""
-    attached = Attached(model, decoder, prompts)
+    attached = Attached(model, decoder)
     with ExitStack() as stack:
 
         def before(module: nn.Module, hook: Callable[..., Any]) -> None:
@@ -479,5 +440,4 @@ def attached_unchecked(
         attached.attention_name = stack.enter_context(
             attention_function(decoder.stack, attached._attend)
         )
-        stack.enter_context(uncopied(model, IS_COPIED))
         yield attached

@@ -254,12 +254,8 @@ def angles(layer: Layer, states: Tensor, positions: Tensor) -> tuple[Tensor, Ten
     makes them; a scale of both, which long-context variants have, is left out."""
     assert layer.positions is not None
     begin = torch.zeros_like(positions[:, :1])
-    # `forward` goes past the hooks of a pass under way.
-    made = layer.positions.module.forward(
-        states.to(layer.device).float(),
-        torch.cat([begin, positions], 1).to(layer.device),
-        *layer.positions.options,
-    )
+    from_begin = torch.cat([begin, positions], 1).to(layer.device)
+    made = layer.positions.embeddings(states.to(layer.device).float(), from_begin)
     cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made[:2]
     cos = cos.expand(len(positions), -1, -1).float()
     sin = sin.expand(len(positions), -1, -1).float()
@@ -282,15 +278,8 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
         cache = ModelCache(decoder.stack.config)
         embeddings = None
         if layer.positions is not None:
-            source = layer.positions
-            embeddings = source.module.forward(hidden, positions, *source.options)
-        call = layer.call.with_hidden(
-            hidden,
-            position_embeddings=embeddings,
-            position_ids=positions,
-            attention_mask=None,
-            past_key_values=cache,
-        )
+            embeddings = layer.positions.embeddings(hidden, positions)
+        call = layer.rerun(hidden, cache, position_embeddings=embeddings, position_ids=positions)
         key = decoder.run_to_attention(layer, call).key
         if layer.latent is None or cache.latest is None:
             return key

@@ -166,8 +166,6 @@ OF_SOME_METHODS = ("tokens_evicted", "link_frac", "hit_frac")
 """Further ones, of a method that evicts, and with a GPU cache; None elsewhere."""
 OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
 """Further ones, where the model has such layers; 0 elsewhere."""
-
-
 CONSTANTS = ("code_bits", "recurrent_bytes", "latent_bytes")
 """Fields of `ReadStats` that are no sums."""
 
@@ -177,15 +175,10 @@ class ReadStats:
     """Sums over decode rows; add two to merge them.
 
     rows: decode rows, counted once per sequence. fired_rows: rows on which the method's selection
-    (or quantized read) ran in every layer under the method. frac_sum, index_sum, resident_sum,
-    window_sum: sums of the shares of the cache that were read, read of an index and kept on the
-    device, and of the share that local layers hold. pairs_read, pairs: (query, key) pairs, own
-    token and prompt rows included, mean over the layers under the method. recall_sum: sum of
-    attention_recall. evicted_sum: of a method that evicts, sum of the evicted tokens, mean over its
-    layers and KV heads; None of any other. link_sum, hit_sum: with a GPU cache, sums of the share
-    of the cache that crosses the link and of the selected rows that are there when a layer selects;
-    None elsewhere. rows_loaded: rows of a KV head that crossed the link there, by layer, as methods
-    count.
+    (or quantized read) ran in every layer under the method. *_sum: of the properties below; None
+    where it was not measured. pairs_read, pairs: (query, key) pairs, own token and prompt rows
+    included, mean over the layers under the method. rows_loaded: with a GPU cache, rows of a KV
+    head that crossed the link, by layer, as methods count.
     Of the session, no sums: code_bits: of a stored element, without the groups' scales; 0 where
     nothing ran. recurrent_bytes: of a sequence's states in recurrent layers. latent_bytes: of a
     token in all layers that store latents. Both are 0 where the model has none.
@@ -232,8 +225,7 @@ class ReadStats:
 
     @property
     def budget(self) -> float:
-        """Share of the full cache that is read, mean over decode rows; 1 without rows: then only
-        the full cache ran."""
+        """Share of the full cache that is read; 1 without rows: then only the full cache ran."""
         return self._mean(self.frac_sum) if self.rows else 1.0
 
     @property
@@ -248,8 +240,7 @@ class ReadStats:
 
     @property
     def tokens_evicted(self) -> float | None:
-        """Cached tokens that a KV head no longer holds at a decode row; 0: the budget never
-        bites."""
+        """Cached tokens that a KV head no longer holds at a decode row."""
         return None if self.evicted_sum is None else self._mean(self.evicted_sum)
 
     @property
@@ -276,8 +267,7 @@ class ReadStats:
 
     @property
     def attention_recall(self) -> float | None:
-        """Share of the attention on what was read and the current token; None where it was not
-        measured."""
+        """Share of the attention on what was read and the current token."""
         return None if self.recall_sum is None else self.recall_sum / self.rows
 
     def check_fired(self) -> None:

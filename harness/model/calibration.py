@@ -16,12 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness.errors import UserError, one_line
+from harness.errors import UserError
 from harness.files import replacing, text_sha256
 from harness.model.attached import Attached
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.passes import one_thread
 from harness.model.prompts import PromptPass
+from harness.model.source import writing_cache
 from methods.base import Calibration, Method
 
 FORMAT = 4
@@ -77,15 +78,8 @@ def cached_calibration(
     except (OSError, SafetensorError):  # not there, or damaged
         measured = calibrate(attached, method, ids)
     found = {name: tensor.cpu().contiguous() for name, tensor in measured.items()}
-    try:
-        with replacing(path) as scratch:
-            save_file(found, scratch)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or one_line(error)
-        raise UserError(
-            f"the cache {cache_dir} cannot be written ({why}); set KV_HARNESS_CACHE to a "
-            "folder with room"
-        ) from error
+    with writing_cache(), replacing(path) as scratch:
+        save_file(found, scratch)
     return found
 
 

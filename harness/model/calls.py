@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -98,23 +98,6 @@ def replaced_method(module: nn.Module, name: str, method: Callable[..., Any]) ->
             del module.__dict__[name]
         else:
             setattr(module, name, before)
-
-
-@contextmanager
-def uncopied(model: nn.Module, why: str) -> Iterator[None]:
-    """Inside the `with` block `model` and its parts are neither copied nor pickled: UserError.
-
-    Copies of all kinds ask an object for its state, and would take hooks and replaced methods along
-    that belong to this model.
-    """
-
-    def refuse() -> Any:
-        raise UserError(why)
-
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.enter_context(replaced_method(module, "__getstate__", refuse))
-        yield
 
 
 _names = (f"kv_harness_{number}" for number in count())

@@ -11,6 +11,7 @@ running their modules again: which submodules make a query, and how latents beco
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from harness.model.calls import (
     Reached,
     attention_function,
     refusal,
-    reraise_out_of_memory,
     stack_of,
     stop,
 )
@@ -73,15 +73,6 @@ class Decoder:
                 layer.num_kv_heads = 1
                 layer.head_dim = layer.latent.to_query.shape[2]
                 layer.value_dim = layer.latent.rank
-
-    def expand_latents(self) -> None:
-        """Store keys and values of every head, where latents do not give the model's numbers."""
-        for layer in self.layers:
-            if layer.latent is not None:
-                to_query, to_value = layer.latent
-                layer.num_kv_heads, layer.head_dim = to_query.shape[:2]
-                layer.value_dim = to_value.shape[2]
-                layer.latent = None
 
     def run_to_attention(self, layer: Layer, call: Call) -> Reached:
         """Run an attention module up to the attention function, which raises `Reached`."""
@@ -139,39 +130,39 @@ class Decoder:
         return found
 
     def _find_unused(self, layer: Layer) -> None:
-        """Find the submodules that the query does not depend on; a prediction leaves them out."""
-        outputs: dict[str, Tensor] = {}
-        leaves: dict[nn.Module, str] = {}
+        """Find the submodules without which the query is the same; a prediction leaves them out."""
+        leaves: dict[str, nn.Module] = {}
         for name, module in layer.module.named_modules():
             if name and not list(module.children()):
-                leaves[module] = name
+                leaves[name] = module
+        sizes: dict[str, int] = {}
 
-        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def note(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if isinstance(output, Tensor):
-                outputs[leaves[module]] = output
+                sizes[name] = output.shape[-1]
 
-        with ExitStack() as hooks, torch.enable_grad():
-            for module in leaves:
-                hooks.callback(module.register_forward_hook(note).remove)
-            hidden = layer.call.hidden.clone().requires_grad_()
-            call = layer.call.with_hidden(hidden, past_key_values=ModelCache(self.stack.config))
-            query = self.run_to_attention(layer, call).query
-        ancestors = _ancestors(query)
-        used = []
-        for name, output in outputs.items():
-            if not query.requires_grad or output.grad_fn in ancestors:
-                used.append(name)
-            else:
-                layer.unused[name] = output.shape[-1]
-        layer.query_modules = tuple(used)
+        def zeros(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            return torch.zeros_like(output)
+
+        def query() -> Tensor:
+            call = layer.rerun(layer.call.hidden, ModelCache(self.stack.config))
+            return self.run_to_attention(layer, call).query
+
+        with ExitStack() as hooks:
+            for name, module in leaves.items():
+                hooks.enter_context(module.register_forward_hook(partial(note, name)))
+            whole = query()
+        for name, size in sizes.items():
+            with leaves[name].register_forward_hook(zeros):
+                if torch.equal(query(), whole):
+                    layer.unused[name] = size
+        layer.query_modules = tuple(name for name in sizes if name not in layer.unused)
 
     def _read_latent(self, layer: Layer, cached: tuple[Tensor, Tensor] | None) -> Latent | None:
         """The matrices that turn a stored latent into every head's key and value: the output of the
         module's own code for unit latents. None where the module stores the keys and values that it
         attends to."""
-        if cached is None or cached[0].shape[1] == layer.num_kv_heads:
-            return None
-        if cached[0].shape[1] != 1 or cached[1].shape[1] != 1:
+        if cached is None or layer.num_kv_heads == 1 or any(each.shape[1] > 1 for each in cached):
             return None
         latents, rotaries = (_unit_rows(stored) for stored in cached)
         num_latents, num_rotaries = latents.shape[2], rotaries.shape[2]
@@ -179,30 +170,13 @@ class Decoder:
         def expanded(latents: Tensor, rotaries: Tensor) -> Reached:
             cache = ModelCache(self.stack.config)
             cache.instead = latents, rotaries
-            call = layer.call.with_hidden(layer.call.hidden, past_key_values=cache)
-            return self.run_to_attention(layer, call)
+            return self.run_to_attention(layer, layer.rerun(layer.call.hidden, cache))
 
-        try:
-            of_latents = expanded(latents, latents.new_zeros(1, 1, num_latents, num_rotaries))
-            of_rotaries = expanded(rotaries.new_zeros(1, 1, num_rotaries, num_latents), rotaries)
-        except RuntimeError as error:  # its code takes as many tokens as queries, no others
-            reraise_out_of_memory(error)
-            return None
+        of_latents = expanded(latents, latents.new_zeros(1, 1, num_latents, num_rotaries))
+        of_rotaries = expanded(rotaries.new_zeros(1, 1, num_rotaries, num_latents), rotaries)
         keys = torch.cat([of_latents.key[0], of_rotaries.key[0]], 1)
         to_query = keys.mT.contiguous()  # [heads, head_dim, rank + rotary]
         return Latent(to_query, of_latents.value[0].contiguous())
-
-
-def _ancestors(output: Tensor) -> set[Any]:
-    """The nodes of autograd's graph behind a tensor, and None, which autograd does not follow."""
-    ancestors: set[Any] = {None}
-    waiting: list[Any] = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node not in ancestors:
-            ancestors.add(node)
-            waiting += [before for before, _ in node.next_functions]
-    return ancestors
 
 
 def _unit_rows(stored: Tensor) -> Tensor:

@@ -26,40 +26,40 @@ from harness.errors import UserError, reason
 
 ENDLESS: Mapping[str, None] = {"eos_token_id": None, "stop_strings": None, "max_time": None}
 """Settings of a text that `max_new_tokens` alone ends."""
-DECIDES_TOKENS: Mapping[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "constraints": (),
-    "force_words_ids": (),
-    "penalty_alpha": (0,),
-    "dola_layers": (),
-    "guidance_scale": (1,),
-    "token_healing": (False,),
-    "is_assistant": (False,),
-    "inputs_embeds": (),
-    "assistant_model": (),
-    "assistant_tokenizer": (),
-    "custom_generate": (),
-    "negative_prompt_ids": (),
-    "negative_prompt_attention_mask": (),
-    "synced_gpus": (False,),
+DECIDES_TOKENS: Mapping[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "constraints": None,
+    "force_words_ids": None,
+    "penalty_alpha": 0,
+    "dola_layers": None,
+    "guidance_scale": 1,
+    "token_healing": False,
+    "is_assistant": False,
+    "inputs_embeds": None,
+    "assistant_model": None,
+    "assistant_tokenizer": None,
+    "custom_generate": None,
+    "negative_prompt_ids": None,
+    "negative_prompt_attention_mask": None,
+    "synced_gpus": False,
 }
 """Settings of a `GenerationConfig`, and arguments of `generate`, that choose tokens in a way that
-is not offered, and the values besides None that are."""
-DECIDES_CACHE: Mapping[str, tuple[Any, ...]] = {
-    "use_cache": (True,),
-    "cache_implementation": (),
-    "cache_config": (),
-    "max_cache_len": (),
-    "prefill_chunk_size": (),
-    "prompt_lookup_num_tokens": (),
-    "assistant_early_exit": (),
-    "speculation_type": (),
-    "use_mtp": (False,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
+is not offered, and the value besides None that is."""
+DECIDES_CACHE: Mapping[str, Any] = {
+    "use_cache": True,
+    "cache_implementation": None,
+    "cache_config": None,
+    "max_cache_len": None,
+    "prefill_chunk_size": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "speculation_type": None,
+    "use_mtp": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
 }
-"""Settings of a `GenerationConfig` that a method's cache replaces, and the values besides None that
+"""Settings of a `GenerationConfig` that a method's cache replaces, and the value besides None that
 it takes. They change no token, so that a model's own file may say them: they are set aside."""
 
 
@@ -101,16 +101,14 @@ class Settings:
         Raises UserError for a value that is not offered: of `DECIDES_TOKENS`, and of
         `DECIDES_CACHE` where the call asks for it.
         """
-        for name, allowed in DECIDES_TOKENS.items():
-            self._require(name, allowed)
+        for name, neutral in DECIDES_TOKENS.items():
+            self._require(name, neutral)
         aside = {}
-        for name, allowed in DECIDES_CACHE.items():
-            value = self.get(name)
-            if value is None or value in allowed:
-                continue
+        for name, neutral in DECIDES_CACHE.items():
             if not self.is_of_model(name):
-                self._require(name, allowed)
-            aside[name] = allowed[0] if allowed else None
+                self._require(name, neutral)
+            elif self.get(name) not in (None, neutral):
+                aside[name] = neutral
         return aside
 
     def num_new_tokens(self, num_prompt: int) -> int | None:
@@ -130,19 +128,17 @@ class Settings:
             )
         return most - num_prompt
 
-    def _require(self, name: str, allowed: tuple[Any, ...]) -> None:
+    def _require(self, name: str, neutral: Any) -> None:
         value = self.get(name)
-        if value is None or value in allowed:
+        if value is None or value == neutral:
             return
         if self.is_of_model(name):
-            neutral = allowed[0] if allowed else None
             raise UserError(
                 f"the model's generation_config.json says {name}={short(value)}, which is not "
                 f"offered; set it to {neutral} in the file or in model.generation_config"
             )
-        choices = " or ".join(map(repr, allowed or (None,)))
         raise UserError(
-            f"{name}={short(value)}: a method's live cache does not take it; allowed: {choices}"
+            f"{name}={short(value)}: a method's live cache does not take it; allowed: {neutral!r}"
         )
 
 

@@ -56,18 +56,11 @@ NO_PART = (
 )  # fmt: skip
 """Keys that the shapes of the weights prove, and those without a part in a pass over text."""
 NEUTRAL = {
-    "attention.causal": True,
-    "attention.clamp_kqv": 0.0,
-    "attention.scale": 0.0,
     "expert_weights_scale": 1.0,
     "expert_shared_count": 0,
-    "logit_scale": 0.0,
-    "residual_scale": 0.0,
-    "embedding_scale": 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
-    "rope.scaling.alpha": 0.0,
 }
 """Keys that are allowed with this value alone, which changes nothing."""
 ROPE = (

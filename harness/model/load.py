@@ -10,14 +10,12 @@ there. Imports no torch.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import UserError, missing, reason, refused
+from harness.errors import UserError, refused
 from harness.model import source
 from harness.model.random_ids import RandomIds
 from harness.model.shape import NESTED, SIZES, as_config, require_room, size
@@ -95,14 +93,11 @@ def _of_random_weights(
 ) -> LoadedModel:
     """A model that has the shape of `config`, and reads random token ids."""
     described = model_config(config)
-    tokenizer = tokenizer_of_random(config, described)
     start = described.bos_token_id
     has_start = isinstance(start, int) and 0 <= start < described.vocab_size
     random_ids = RandomIds(described.vocab_size, start if has_start else None)
-    model = _random(config, described, devices, dtype).eval().requires_grad_(False)
-    return LoadedModel(
-        model, tokenizer, config.name, max_length_of(model.config), random_ids=random_ids
-    )
+    model = _random(config, described, devices[0], dtype).eval().requires_grad_(False)
+    return LoadedModel(model, None, config.name, max_length_of(described), random_ids=random_ids)
 
 
 def from_memory(
@@ -143,21 +138,13 @@ def model_config(config: ModelConfig) -> PreTrainedConfig:
 
 def shape_mapping(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a model's text decoder, as a mapping; UserError where there is none."""
-    return _of_decoder(config.name, _mapping(config))
+    return model_config(config).to_dict()
 
 
 def _mapping(config: ModelConfig) -> dict[str, Any]:
     if config.shape and not config.path:
         return dict(config.shape)
     return source.read_config(source.folder(config, weights=False))
-
-
-def _of_decoder(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping as it is; of a multimodal model the text decoder's, with the sizes that it leaves
-    to the defaults."""
-    if isinstance(mapping.get(NESTED), Mapping):
-        return as_config(name, mapping).to_dict()
-    return dict(mapping)
 
 
 # Devices
@@ -183,69 +170,30 @@ def _placement(config: ModelConfig) -> tuple[list[torch.device], torch.dtype]:
 def require_kernels(device: str = "cuda") -> None:
     """Raise UserError where Triton cannot launch kernels on the GPU. It builds its launcher with a
     C compiler, which a machine that only runs programs may lack, and would say so minutes later."""
-    try:
+    why = "Triton cannot build its launcher, for which it needs a C compiler, Python's headers"
+    with refused(f"model.device={device}: {why} (python3-dev) and libcuda.so; allowed: cpu"):
         from triton.runtime import driver
 
         _ = driver.active.utils
-    except ImportError as error:
-        raise UserError(f"model.device={device}: {missing(error)}; allowed: cpu") from error
-    except (RuntimeError, AssertionError, OSError, SubprocessError) as error:
-        raise UserError(
-            f"model.device={device}: Triton cannot build its launcher ({reason(error)}); it needs "
-            "a C compiler, Python's headers (python3-dev) and libcuda.so; allowed without them: cpu"
-        ) from error
-
-
-def _require_on_devices(name: str, left: Sequence[str]) -> None:
-    """Raise UserError where accelerate left modules or weights in host memory or on disk: every
-    pass would fetch them, unseen by the measurement."""
-    if left:
-        raise UserError(
-            f"model.device=map: model {name} leaves {len(left)} of its parts, such as {left[0]}, "
-            "in host memory or on disk; choose a smaller model, model.dtype=bfloat16, or more CUDA "
-            "devices"
-        )
 
 
 # Weights
 
 
 def _random(
-    config: ModelConfig,
-    described: PreTrainedConfig,
-    devices: Sequence[torch.device],
-    dtype: torch.dtype,
+    config: ModelConfig, described: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    what = f"model {config.name}"
-    require_room(what, described, dtype, devices)
-    device = devices[0]
-    if config.device == "map":  # made in host memory
-        device = torch.device("cpu")
-        require_room(what, described, dtype, [device])
+    if config.device == "map":
+        raise UserError("model.device=map: needs model.weights=pretrained; allowed: auto, cuda")
+    require_room(f"model {config.name}", described, dtype, [device])
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             described, dtype=dtype, attn_implementation=_attention(described)
         )
-    if config.device == "map":
-        _spread(config.name, model)
-    return model
-
-
-def _spread(name: str, model: PreTrainedModel) -> None:
-    """Move a model from host memory to all CUDA devices, as `device_map="auto"` places one."""
-    from accelerate import dispatch_model, infer_auto_device_map
-    from accelerate.utils import get_balanced_memory
-
-    whole = sorted(model._no_split_modules or ())
-    room = get_balanced_memory(model, no_split_module_classes=whole)
-    device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
-    left = [module for module, place in device_map.items() if place in ("cpu", "disk")]
-    _require_on_devices(name, left)
-    dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
 
 
 def _attention(described: PreTrainedConfig) -> str:
@@ -267,8 +215,8 @@ def _pretrained(
     from transformers import AutoModelForCausalLM
 
     mapping = source.read_config(directory)
-    _require_as_described(config, mapping)
     described = as_config(config.name, mapping)
+    _require_as_described(config, described)
     _require_plain_weights(config.name, mapping)
     source.weight_files(directory)
     require_room(f"model {config.name}", described, dtype, devices)
@@ -287,10 +235,13 @@ def _pretrained(
             output_loading_info=True,
             **options,
         )
-    weights = dict(model.named_parameters())
-    if config.device == "map":
-        left = [name for name, weight in weights.items() if not weight.is_cuda]
-        _require_on_devices(config.name, left)
+    left = [name for name, weight in model.named_parameters() if not weight.is_cuda]
+    if config.device == "map" and left:  # every pass would fetch them, unseen by the measurement
+        raise UserError(
+            f"model.device=map: model {config.name} leaves {len(left)} of its weights, such as "
+            f"{left[0]}, in host memory or on disk; choose a smaller model, model.dtype=bfloat16, "
+            "or more CUDA devices"
+        )
     mismatched = [name for name, *_ in report["mismatched_keys"]]
     lacking = sorted([*report["missing_keys"], *mismatched])
     if lacking:
@@ -298,7 +249,6 @@ def _pretrained(
             f"model {config.name}: {directory} lacks {len(lacking)} weights of the shape in its "
             f"config.json, such as {lacking[0]}"
         )
-    _require_finite(config, weights)
     return model
 
 
@@ -314,33 +264,16 @@ def _require_plain_weights(name: str, mapping: Mapping[str, Any]) -> None:
         )
 
 
-def _require_finite(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
-    import torch
-
-    device = next(iter(weights.values())).device
-    bounds = []
-    for weight in weights.values():
-        bounds.append(torch.stack(torch.aminmax(weight)).float().to(device))
-    is_finite = torch.stack(bounds).isfinite().all(1).tolist()
-    odd = [name for name, finite in zip(weights, is_finite, strict=True) if not finite]
-    if odd:
-        raise UserError(
-            f"model {config.name}: {len(odd)} of its weights are not finite in {config.dtype}, "
-            f"such as {odd[0]}"
-        )
-
-
-def _require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None:
-    """Raise UserError where the config.json beside the weights, `found`, says another family or
-    size than `config.shape`, by which sweeps and estimates go."""
-    if not config.shape:
-        return
-    expected = _of_decoder(config.name, config.shape)
-    found = _of_decoder(config.name, found)
+def _require_as_described(config: ModelConfig, found: PreTrainedConfig) -> None:
+    """Raise UserError where the decoder beside the weights is of another family or size than
+    `config.shape`, by which sweeps and estimates go."""
+    expected = config.shape or {}
+    expected = expected.get(NESTED, expected)
+    sizes = {"model_type": found.model_type} | {name: size(found, name) for name in SIZES}
     holds, says = [], []
-    for key in ("model_type", *SIZES):
-        if key in expected and key in found and found[key] != expected[key]:
-            holds.append(f"{key}={found[key]}")
+    for key, value in sizes.items():
+        if value is not None and key in expected and value != expected[key]:
+            holds.append(f"{key}={value}")
             says.append(f"{key}={expected[key]}")
     if holds:
         where = config.path or config.hub_id or source.PACKAGE
@@ -353,30 +286,10 @@ def _require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None
 # The tokenizer
 
 
-def tokenizer_of_random(
-    config: ModelConfig, described: PreTrainedConfig | None = None
-) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that random weights find on this machine, without a download. None where there
-    is none, or where it has more tokens than the model has embeddings. described: the model's
-    shape, where the caller has it."""
-    directory: Path | None = None
-    if config.path:
-        path = Path(config.path)
-        directory = path if path.is_dir() else path.parent
-    elif config.hub_id:
-        directory = next(source.cached_snapshots(config.hub_id), None)
-    elif config.name == source.PACKAGED_NAME and importlib.util.find_spec(source.PACKAGE):
-        directory = source.folder(config)
-    if directory is None:
-        return None
-    return _tokenizer(directory, config, (described or model_config(config)).vocab_size)
-
-
 def _tokenizer(
     directory: Path, config: ModelConfig, num_embeddings: int
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the weights; None where there is none, or random weights have too few
-    embeddings for it."""
+    """The tokenizer beside the weights; None where there is none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not source.has_tokenizer(directory):
@@ -384,19 +297,10 @@ def _tokenizer(
     # A family's own class would split texts its own way, whatever the file says.
     is_copy = directory.parent == source.copies_dir()
     reader = PreTrainedTokenizerFast if is_copy else AutoTokenizer
-    files = {path.name for path in directory.iterdir()}
-    why = f"model {config.name}: the tokenizer in {directory} cannot be loaded"
-    if "tokenizer.model" in files and "tokenizer.json" not in files:
-        why += ": tokenizer.model needs the Python package sentencepiece; or add a tokenizer.json"
-    with refused(why):
-        tokenizer = reader.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     what = f"model {config.name}: the tokenizer in {directory}"
-    try:
-        _require_embeddings(what, tokenizer, num_embeddings)
-    except UserError:
-        if config.weights == "random":
-            return None
-        raise
+    with refused(f"{what} cannot be loaded"):
+        tokenizer = reader.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    _require_embeddings(what, tokenizer, num_embeddings)
     return tokenizer
 
 

@@ -51,11 +51,8 @@ def output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
 
     def output(part: Tensor) -> Tensor:
         """What the module makes of `part` [n, rows, heads, value_dim]: [n, rows, hidden_size]."""
-        call = layer.call.with_hidden(
-            inputs.repeat(len(part), 1, 1),
-            attention_mask=None,
-            past_key_values=ModelCache(decoder.stack.config),
-        )
+        cache = ModelCache(decoder.stack.config)
+        call = layer.rerun(inputs.repeat(len(part), 1, 1), cache)
         with attention_function(decoder.stack, lambda *_, **__: (part.contiguous(), None)):
             made = first_tensor(layer.module.forward(*call.args, **call.kwargs))
         assert made is not None

@@ -92,9 +92,8 @@ def policies_of(attached: Attached, method: Method, *, needs_method: bool = True
             f"method {method.title} keeps the keys: in this model they hold the values as well"
         )
     policies = []
-    for layer, number, softmax in zip(
-        attached.layers, attached.numbers, attached.softmaxes, strict=True
-    ):
+    for layer, number in zip(attached.layers, attached.numbers, strict=True):
+        softmax = layer.softmax
         if number is None:
             policies.append(Policy("local", -1, "kept", softmax, layer.window))
         elif number < dense_layers:

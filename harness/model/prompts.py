@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from harness.model.attached import Attached
 from harness.model.attention import prompt_attention
-from harness.model.dense_prompts import Keep, LayerPrompt, PrefilledPrompt
+from harness.model.dense_prompts import Keep, LayerPrompt, PrefilledPrompt, alone, in_file
 from harness.model.model_cache import ModelCache
 from harness.model.passes import Handler
 from methods.base import Geometry, LayerInputs
@@ -50,7 +51,7 @@ class PromptPass(Handler):
             inputs = self.inputs if self.needs_inputs else None
             self.keep(layer, LayerPrompt(query, key, value, inputs))
         self.inputs = None  # not held beyond the layer
-        softmax = self.attached.softmaxes[layer]
+        softmax = self.attached.layers[layer].softmax
         return prompt_attention(query, key, value, softmax, self.padding, known.window)
 
 
@@ -82,21 +83,22 @@ def dense_pass(
 
 
 def held_prompt(
-    attached: Attached, ids: Tensor, real: Tensor, model_cache: ModelCache
+    attached: Attached,
+    ids: Tensor,
+    real: Tensor,
+    model_cache: ModelCache,
+    *,
+    needs_inputs: bool = False,
+    put: Callable[[Sequence[Tensor]], list[Tensor]] = alone,
 ) -> tuple[PrefilledPrompt, Tensor]:
-    """A prompt that has run, and the hidden states of its columns [batch, prompt, hidden_size]."""
+    """A prompt that has run, and the hidden states of its columns [batch, prompt, hidden_size].
+    put: where each layer's tensors are kept, once it has run."""
     layers: list[LayerPrompt] = []
 
-    def alone(states: Tensor) -> Tensor:
-        """A copy of a part of a larger tensor, a fused projection, that would be kept with it."""
-        is_part = states.untyped_storage().nbytes() > states.nbytes
-        return states.clone() if is_part else states
+    def keep(_: int, prompt: LayerPrompt) -> None:
+        layers.append(prompt.with_tensors(put(prompt.tensors())))
 
-    def keep(layer: int, prompt: LayerPrompt) -> None:
-        query, key, value = alone(prompt.query), alone(prompt.key), alone(prompt.value)
-        layers.append(LayerPrompt(query, key, value))
-
-    hidden = dense_pass(attached, ids, real, model_cache, keep)
+    hidden = dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
     return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
 
 
@@ -104,17 +106,22 @@ def shared_prompt(
     attached: Attached, ids: Tensor, real: Tensor, *, needs_inputs: bool
 ) -> tuple[PrefilledPrompt, Tensor] | None:
     """As `held_prompt`, once for all runs that share it. None where runs share no prompts, or there
-    is no room for this one."""
+    is no room for this one. Passes with the layers' inputs are kept beside those without."""
     if attached.prompts is None:
         return None
 
-    def run(keep: Keep) -> tuple[Tensor, ModelCache]:
-        model_cache = attached.new_cache()
-        hidden = dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
-        return hidden, model_cache
+    def run() -> tuple[PrefilledPrompt, Tensor]:
+        cache = attached.new_cache()
+        prompt, hidden = held_prompt(
+            attached, ids, real, cache, needs_inputs=needs_inputs, put=in_file
+        )
+        (hidden,) = in_file([hidden])
+        return replace(prompt, hidden=hidden[:, -1], score={}), hidden
 
+    tokens, are_real = ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
+    key = tuple(ids.shape), tokens, are_real, needs_inputs
     num_bytes = kept_bytes(attached, ids.numel(), with_inputs=needs_inputs)
-    return attached.prompts.get(ids, real, num_bytes, run, needs_inputs=needs_inputs)
+    return attached.prompts.get(key, num_bytes, run)
 
 
 def kept_bytes(attached: Attached, num_tokens: int, *, with_inputs: bool = False) -> int:

@@ -9,9 +9,9 @@ alone. Every layer's prompt is held until then, since a method may share a budge
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,12 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.model.attached import Attached
 from harness.model.attention import dense_attention, seen_by_last
-from harness.model.calls import Call
 from harness.model.dense_prompts import Keep, PrefilledPrompt
 from harness.model.model_cache import ModelCache
 from harness.model.output_projection import output_factor
 from harness.model.passes import Handler
 from harness.model.prompts import dense_pass, held_prompt, kept_bytes, prompt_bytes, shared_prompt
-from methods.base import Method, PromptRows, Repetition, RereadRows, State, checked
+from methods.base import LayerInputs, Method, PromptRows, Repetition, RereadRows, State, checked
 
 
 @torch.inference_mode()
@@ -147,8 +146,7 @@ def _score(
             alone.append((states.query[own], states.key[own], states.value[own]))
         handler = _RereadPass(attached, method, alone, repetition)
         cache = prompt.model_cache.fork(torch.arange(at, at + 1, device=ids.device))
-        with handler.hooks():
-            attached.forward(ids, positions, handler, cache)
+        attached.forward(ids, positions, handler, cache)
         chunk = slice(first + repetition.chunk.start, first + repetition.chunk.stop)
         for number, found in handler.score.items():
             score[number][at, :, chunk] = found
@@ -190,30 +188,19 @@ class _RereadPass(Handler):
         self.prompt = prompt
         self.repetition = repetition
         self.score: dict[int, Tensor] = {}
+        self.needs_inputs = method.needs_norms
         self.input_norms: Tensor | None = None
 
-    def hooks(self) -> ExitStack:
-        """Note the lengths of attention inputs inside the `with` block, where they are needed."""
-        stack = ExitStack()
-        if self.method.needs_norms:
-            for layer in self.attached.layers:
-                hook = layer.module.register_forward_pre_hook(self._note_input, with_kwargs=True)
-                stack.callback(hook.remove)
-        return stack
-
-    def _note_input(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.input_norms = Call(args, kwargs).hidden[0].float().norm(dim=-1)
+    def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
+        self.input_norms = inputs.hidden[0].float().norm(dim=-1)
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         _, prompt_key, prompt_value = self.prompt[layer]
-        softmax, number = self.attached.softmaxes[layer], self.attached.numbers[layer]
+        softmax, number = self.attached.layers[layer].softmax, self.attached.numbers[layer]
         if number is not None and number >= self.method.dense_layers:
-            input_norms, value_norms = None, None
-            if self.method.needs_norms:
-                input_norms = self.input_norms
-                value_norms = self._value_norms(layer, prompt_value)
+            value_norms = self._value_norms(layer, prompt_value) if self.needs_inputs else None
             chunk = self.repetition.chunk
-            rows = RereadRows(query, key, prompt_key, chunk, input_norms, value_norms)
+            rows = RereadRows(query, key, prompt_key, chunk, self.input_norms, value_norms)
             reread = self.method.reread
             sizes = key.shape[1], chunk.stop - chunk.start
             score = checked(reread, reread(rows, softmax), "KV heads, chunk", *sizes)

@@ -42,8 +42,8 @@ class Resources:
     windows, and texts decoded under the full cache, with which every method of a sweep is compared.
     prompts: the dense pass of the last timed shape. shares_prompts: several runs follow, as in a
     sweep, so that the passes over prompts are kept, in up to half of the free room for
-    temporary files; `end_sharing` drops them. run: number of the present run. load_s: seconds that
-    loading has taken so far, and the conversion of a new model.
+    temporary files; `end_sharing` drops them. load_s: seconds that loading has taken so far, and
+    the conversion of a new model.
     """
 
     def __init__(self, loaded: LoadedModel | None = None) -> None:
@@ -52,22 +52,15 @@ class Resources:
         self.references: Memo = Memo()
         self.prompts: Memo = Memo(limit=1)
         self.shares_prompts = False
-        self.run = 0
         self.load_s = 0.0
-
-    def begin_run(self) -> None:
-        """Called once before each run: the prompts that two runs did not ask for make room."""
-        self.run += 1
 
     def model(self, config: ModelConfig) -> LoadedModel:
         """The model of `config`; runs with equal settings that follow one another share it."""
         loaded = self.loaded or self._loaded_by(config)
-        if self.shares_prompts and config.device == "cpu":
-            if loaded.prompts is None:
-                from harness.model.dense_prompts import DensePrompts
+        if self.shares_prompts and config.device == "cpu" and loaded.prompts is None:
+            from harness.model.dense_prompts import DensePrompts
 
-                loaded.prompts = DensePrompts(disk_usage(gettempdir()).free // 2)
-            loaded.prompts.run = self.run
+            loaded.prompts = DensePrompts(disk_usage(gettempdir()).free // 2)
         return loaded
 
     def has_model(self, config: ModelConfig) -> bool:

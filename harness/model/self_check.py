@@ -49,14 +49,10 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
             f"model family {decoder.family!r}: the model's own logits are all zero or not finite; "
             f"{LOOK_AT}"
         )
-    has_latents = any(layer.latent is not None for layer in decoder.layers)
     with readable(decoder.family):
         off = _difference(model, decoder, ids, expected)
         if decoder.recurrent and not off <= tolerance:
             decoder.takes_rows = False
-            off = _difference(model, decoder, ids, expected)
-        if has_latents and not off <= tolerance:
-            decoder.expand_latents()
             off = _difference(model, decoder, ids, expected)
     if not off <= tolerance:
         why = f"under our attention its logits are off by {off:.1e} of the largest"
@@ -113,12 +109,6 @@ def _why_no_prediction(model: Any, decoder: Decoder, ids: Tensor, tolerance: flo
     except RuntimeError as error:
         reraise_out_of_memory(error)
         return "the layer before has no input that it could be made of"
-    if not off <= tolerance and any(layer.unused for layer in decoder.layers):
-        # A submodule may matter though no derivative passes through it.
-        for layer in decoder.layers:
-            layer.query_modules = (*layer.query_modules, *layer.unused)
-            layer.unused = {}
-        off = early_difference(model, decoder, ids)
     if off <= tolerance:
         return None
     return f"a query made ahead of its layer is off by {off:.1e} of the largest"
@@ -190,4 +180,4 @@ class _History(Handler):
         window = self.attached.layers[layer].window
         visible = seen_by_last(tokens, query.shape[2], window)
         visible = visible.expand(len(key), 1, *visible.shape)
-        return dense_attention(query, key, value, self.attached.softmaxes[layer], visible)
+        return dense_attention(query, key, value, self.attached.layers[layer].softmax, visible)

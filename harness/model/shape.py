@@ -162,14 +162,6 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
 
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise unsupported(question(model_type, decoders) if model_type else "")
-    parts = [settings]
-    if isinstance(settings.get(NESTED), Mapping):
-        parts.append(settings[NESTED])
-    for part in parts:
-        for key in SIZES:
-            if isinstance(part.get(key), int) and part[key] < 1:
-                why = f"{key}={part[key]} must be above 0"
-                raise UserError(f"model {name}: its shape is not valid: {why}")
     with refused(f"model {name}: its shape is not valid"):
         whole = CONFIG_MAPPING[model_type](**settings)
         text = whole.get_text_config(decoder=True)
@@ -178,23 +170,6 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
         raise unsupported("it is an encoder-decoder; ")
     if described.model_type not in decoders:
         raise unsupported("it is no decoder; ")
-    heads, kv_heads = size(described, "num_attention_heads"), size(described, "num_key_value_heads")
-    if heads and kv_heads and heads % kv_heads:
-        several = f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
-        raise UserError(f"model {name}: its shape is not valid: {several}")
-    looks_ahead = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
-    # BERT and its kin are causal if `is_decoder` is set. GPT-NeoX has the setting, no masked
-    # language modelling, and is causal either way.
-    family = described.model_type
-    if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or family == "bert-generation":
-        looks_ahead["is_decoder"] = (False,)
-    for setting, bidirectional in looks_ahead.items():
-        value = getattr(described, setting, None)
-        if value in bidirectional:
-            raise UserError(
-                f"model {name}: {setting}={value} of model_type={family} is not supported: tokens "
-                "would attend to later ones; allowed: causal attention"
-            )
     return described
 
 

@@ -20,10 +20,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError, nearest, one_line, reason, refused
+from harness.errors import UserError, one_line, reason, refused
 from harness.files import cache_dir, file_sha256
 from harness.model.gguf_config import read_metadata, require_all_weights, with_metadata
 from harness.model.gguf_tokenizer import follow_metadata
@@ -40,18 +40,11 @@ CONFIG = "config.json"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 TEXT_SUFFIXES = (".json", ".model", ".txt", ".jinja")
-"""Suffixes of the configuration's and the tokenizer's files."""
+"""Suffixes of the configuration's and the tokenizer's files, beside the weights."""
 
 WEIGHT_FILES = "model*.safetensors"
 """As transformers names them; a repository may hold other formats."""
-TEXT_FILES = (
-    "config.json", "generation_config.json", "model*.index.json", "tokenizer*", "*.model",
-    "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
-)  # fmt: skip
-"""The files that transformers reads beside the weights."""
-CODE_FILES = ("*.py", "*.json")
 FOLDERS = "*/*"  # they hold the same model for other programs
 CONVERTED_TITLE = "Adding `safetensors` variant of this model"
 """Of the pull requests of the hub's conversion bot."""
@@ -150,37 +143,31 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors that hold a model's weights.
+    """The safetensors that hold a model's weights, as transformers chooses them.
 
     The file that `transformers_weights` of config.json names, else model.safetensors, else the
-    shards of its index. Raises UserError where there are none, or not all, or a name is of another
-    kind of file or folder.
+    shards of its index. Raises UserError where there are none, or not all, or a pickle among them.
     """
     named = read_config(directory).get("transformers_weights")
     entries = [str(named)] if named else [f"model{SUFFIX}", f"model{INDEX_SUFFIX}"]
     present = [name for name in entries if (directory / name).is_file()]
-    if not present and any(file.suffix in PICKLED for file in directory.iterdir()):
+    if not present:
         convert = "m.AutoModelForCausalLM.from_pretrained('FROM').save_pretrained('TO')"
         raise UserError(
-            f"{directory}: pickled weights are not loaded, as they can run code; convert them once "
-            f'where you trust them: python -c "import transformers as m; {convert}"'
+            f"{directory}: no safetensors in it, and pickled weights are not loaded, as they can "
+            "run code; convert them once where you trust them: "
+            f'python -c "import transformers as m; {convert}"'
         )
-    if not present:
-        raise UserError(f"{directory}: no safetensors in it, so there are no weights to load")
-    entry = present[0]
-    names = [entry]
-    if entry.endswith(INDEX_SUFFIX):
-        with refused(f"{directory / entry}: damaged index of weights"):
-            content = json.loads((directory / entry).read_text(encoding="utf-8"))
+    names = present[:1]
+    if names[0].endswith(INDEX_SUFFIX):
+        with refused(f"{directory / names[0]}: damaged index of weights"):
+            content = json.loads((directory / names[0]).read_text(encoding="utf-8"))
             names = sorted(set(map(str, content["weight_map"].values())))
     for name in names:
-        path = PurePosixPath(name)
-        if path.suffix != SUFFIX or path.is_absolute() or ".." in path.parts:
-            allowed = f"allowed: {SUFFIX} files of that folder"
-            raise UserError(f"{directory}: says that weights lie in {name}; {allowed}")
-    absent = [name for name in names if not (directory / name).is_file()]
-    if absent:
-        raise UserError(f"{directory}: not all of its safetensors are here: {', '.join(absent)}")
+        if not name.endswith(SUFFIX) or not (directory / name).is_file():
+            raise UserError(
+                f"{directory}: its weights lie in {name}, no {SUFFIX} file that is here"
+            )
     return [directory / name for name in names]
 
 
@@ -199,40 +186,37 @@ def converted(gguf: Path) -> Path:
     any time. Raises UserError where the GGUF is damaged or truncated, or the cache cannot be
     written.
     """
-    from filelock import FileLock, Timeout
-    from safetensors import SafetensorError
+    from filelock import FileLock
 
     copies = copies_dir()
     directory = copies / f"{file_sha256(gguf)[:32]}-{COPY_FORMAT}"
     scratch = copies / "converting"
     if directory.is_dir():
         return directory
-    lock = FileLock(copies.with_suffix(".lock"))
-    try:
+    with writing_cache():
         copies.mkdir(parents=True, exist_ok=True)
-        try:
-            held = lock.acquire(blocking=False)
-        except Timeout:
-            print(f"{gguf.name}: waiting for another process's conversion", file=sys.stderr)
-            held = lock.acquire()
-        with held:
+        with FileLock(copies.with_suffix(".lock")):
             shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
-            if directory.is_dir():  # another process was faster
-                return directory
-            doing = f"converting once to float32 safetensors in {directory}"
-            print(f"{gguf.name}: {doing}", file=sys.stderr)
-            try:
+            if not directory.is_dir():  # another process may have been faster
+                doing = f"converting once to float32 safetensors in {directory}"
+                print(f"{gguf.name}: {doing}", file=sys.stderr)
                 _convert(gguf, scratch)
                 scratch.rename(directory)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"the cache {cache_dir()} cannot be written ({why}); point KV_HARNESS_CACHE to a "
-            "folder with room"
-        ) from error
     return directory
+
+
+@contextmanager
+def writing_cache() -> Iterator[None]:
+    """Raise UserError where the `with` block cannot write to `cache_dir()`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"the cache {cache_dir()} cannot be written ({one_line(error)}); set KV_HARNESS_CACHE "
+            "to a folder with room"
+        ) from error
 
 
 def _convert(gguf: Path, target: Path) -> None:
@@ -274,59 +258,39 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
     unreachable, refuses, or has no safetensors of this model.
     """
     from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    whole = list(cached_snapshots(hub_id, with_code=with_code))
-    for path in whole:
-        if has_tokenizer(path):
-            return path
+    wanted, cached = _wanted(with_code), None
+    for path in _revisions(hub_id):
+        with suppress(UserError, LocalEntryNotFoundError):
+            weight_files(path)
+            # Raises where a file is missing that the hub listed, if its list is cached.
+            snapshot_download(hub_id, revision=path.name, local_files_only=True, **wanted)
+            if has_tokenizer(path):
+                return path
+            cached = cached or path
     try:
         with _refusals(hub_id):
             revision = _with_safetensors(hub_id)
             origin = f"{constants.ENDPOINT}, revision {revision}"
             print(f"{hub_id}: fetching from {origin}", file=sys.stderr)
-            return Path(snapshot_download(hub_id, revision=revision, **_wanted(with_code)))
+            return Path(snapshot_download(hub_id, revision=revision, **wanted))
     except UserError:
-        if whole:
-            return whole[0]
-        raise
-
-
-def cached_snapshots(hub_id: str, *, with_code: bool = False) -> Iterator[Path]:
-    """The folders of the hub's cache with all weights of the repository, and all files that the hub
-    listed, where its list is cached; the newest first."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    for path in _revisions(hub_id):
-        with suppress(UserError, LocalEntryNotFoundError):
-            weight_files(path)
-            snapshot_download(
-                hub_id, revision=path.name, local_files_only=True, **_wanted(with_code)
-            )
-            yield path
+        if cached is None:
+            raise
+        return cached
 
 
 def hub_file(hub_id: str, name: str) -> Path:
     """One file of a repository, from the newest cached folder that has it, else downloaded; raises
     as `snapshot`."""
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import RemoteEntryNotFoundError
+    from huggingface_hub import hf_hub_download
 
     for path in _revisions(hub_id):
         if (path / name).is_file():
             return path / name
     with _refusals(hub_id):
-        try:
-            return Path(hf_hub_download(hub_id, name))
-        except RemoteEntryNotFoundError as error:
-            suffix = Path(name).suffix
-            there = []
-            for file in HfApi().list_repo_files(hub_id):
-                if Path(file).suffix == suffix:
-                    there.append(file)
-            setting = "gguf_file" if name.endswith(".gguf") else "hub_id"
-            near = nearest(name, there) if there else "there is no other"
-            raise UserError(f"model.{setting}={name}: {hub_id} has no such file; {near}") from error
+        return Path(hf_hub_download(hub_id, name))
 
 
 def refusal(error: Exception) -> str:
@@ -367,9 +331,8 @@ def _not_had(hub_id: str, why: str) -> UserError:
 
 def _wanted(with_code: bool) -> dict[str, Any]:
     """The files of a repository that are fetched."""
-    patterns = [*TEXT_FILES, WEIGHT_FILES]
-    if with_code:
-        patterns += CODE_FILES
+    suffixes = (*TEXT_SUFFIXES, ".py") if with_code else TEXT_SUFFIXES
+    patterns = [WEIGHT_FILES, *(f"*{suffix}" for suffix in suffixes)]
     return {"allow_patterns": patterns, "ignore_patterns": FOLDERS}
 
 

@@ -49,6 +49,10 @@ class PositionSource(NamedTuple):
     module: nn.Module
     options: tuple[Any, ...]
 
+    def embeddings(self, states: Tensor, positions: Tensor) -> Any:
+        """What it makes for `positions`. Its hooks, for a pass under way, do not run."""
+        return self.module.forward(states, positions, *self.options)
+
 
 class Latent(NamedTuple):
     """The matrices of multi-head latent attention over cached latents: a token has one key for all
@@ -102,6 +106,10 @@ class Layer:
     latent: Latent | None = None
     output_factor: Tensor | None = None
     is_output_plain: bool = False
+
+    def rerun(self, hidden: Tensor, cache: ModelCache, **changed: Any) -> Call:
+        """The call in the trace, with another input, and with arguments of the call `changed`."""
+        return self.call.with_hidden(hidden, attention_mask=None, past_key_values=cache, **changed)
 
     @property
     def elements(self) -> int:

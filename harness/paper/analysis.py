@@ -8,10 +8,11 @@ Each comes from one dense pass, in chunks of query tokens. Memory is linear in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +22,16 @@ from harness.data.text import calibration_ids, corpus_ids, first_window_offset, 
 from harness.errors import UserError, refused
 from harness.files import cache_dir
 from harness.model.attach import attach
+from harness.model.attached import Attached
+from harness.model.attention import ROWS, SCORES_PER_CHUNK
 from harness.model.calibration import cached_calibration
+from harness.model.dense_prompts import LayerPrompt
 from harness.model.load import LoadedModel, model_config
+from harness.model.prompts import PromptPass
 from harness.model.shape import WEIGHT_BYTES, count_weights
-from harness.paper.observed import Block, Observer, Point, Subject, binned, mean_point
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
+from methods.attention import Softmax
 from methods.base import Geometry, Lengths, Method, PromptRows, QueryRows, TokenCounts
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
@@ -57,10 +62,135 @@ SEQ_LENS = (256, 512, 1024, 2048, 4096, 8192)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
+# The dense pass, and the points that statistics make of it
+
+
+class Point(NamedTuple):
+    """A number of series `series` at `x`, a value of the quantity `x_name`: one row of an analysis
+    table.
+
+    layer: None for the whole model. stderr: standard error over the num_samples heads or layers of
+    which `value` is the mean; None for a single one.
+    """
+
+    series: str
+    metric: str
+    value: float
+    x_name: str | None = None
+    x: float | None = None
+    layer: int | None = None
+    stderr: float | None = None
+    num_samples: int = 1
+
+
+def mean_point(
+    values: Tensor,
+    series: str,
+    metric: str,
+    x_name: str | None = None,
+    x: float | None = None,
+    layer: int | None = None,
+) -> Point:
+    """The mean of `values` [heads or layers] as a point."""
+    known = values.double()
+    stderr = float(known.std()) / math.sqrt(len(known)) if len(known) > 1 else None
+    return Point(series, metric, float(known.mean()), x_name, x, layer, stderr, len(known))
+
+
+def binned(values: Tensor, first: int, num_bins: int) -> Iterator[tuple[float, Tensor]]:
+    """Means over at most `num_bins` runs of tokens: the middle token of each, and the means [n].
+
+    values: [n, tokens], of the tokens from `first` on.
+    """
+    width = -(-values.shape[-1] // num_bins)
+    for index, part in enumerate(values.split(width, -1)):
+        yield first + index * width + (part.shape[-1] - 1) / 2, part.double().mean(-1)
+
+
+class Block(NamedTuple):
+    """Query tokens `start` to `stop` of a layer, over the keys before `stop`. Valid during the call
+    only.
+
+    query: [1, heads, tokens, head_dim], before the softmax scale; key, value: [1, num_kv_heads,
+    stop, head_dim]; scores: scaled, fp32 [1, num_kv_heads, group, tokens, stop], -inf for later
+    keys; read-only.
+    """
+
+    layer: int
+    start: int
+    stop: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    softmax: Softmax
+
+    def probs(self) -> Tensor:
+        """Attention weights by query head: fp32 [heads, tokens, stop]."""
+        return self.softmax.weights(self.scores.clone()).flatten(1, 2)[0]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An attached model with a text, ids [1, num_tokens] on the model's device. Valid while
+    `attached` is."""
+
+    config: RunConfig
+    loaded: LoadedModel
+    attached: Attached
+    ids: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text."""
+        return self.ids.shape[1]
+
+    def layers(self, paper_layers: tuple[int, ...]) -> tuple[int, ...]:
+        """The layers to look at, `paper_layers` unless set; see `AnalysisConfig.layers_of`."""
+        num_layers = self.attached.geometry.num_layers
+        return self.config.analysis.layers_of(num_layers, paper_layers, self.loaded.name)
+
+    def run(self, keep: Callable[[int, LayerPrompt], None] | None = None) -> None:
+        """One dense pass. keep: takes the number and the rows of each layer that sees every token,
+        the layers that methods number."""
+
+        def numbered(layer: int, prompt: LayerPrompt) -> None:
+            number = self.attached.numbers[layer]
+            if keep is not None and number is not None:
+                keep(number, prompt)
+
+        positions = torch.arange(self.num_tokens, device=self.ids.device)[None]
+        self.attached.forward(self.ids, positions, PromptPass(self.attached, keep=numbered))
+
+    def observe(self, layers: Collection[int], see: Callable[[Block], None]) -> None:
+        """One dense pass that shows `see` these layers, block by block."""
+        softmaxes = {
+            number: traced.softmax
+            for number, traced in zip(self.attached.numbers, self.attached.layers, strict=True)
+        }
+
+        def show(layer: int, rows: LayerPrompt) -> None:
+            if layer not in layers:
+                return
+            softmax, tokens = softmaxes[layer], self.num_tokens
+            size = max(1, min(ROWS, SCORES_PER_CHUNK // (rows.query.shape[1] * tokens)))
+            for start in range(0, tokens, size):
+                stop = min(start + size, tokens)
+                query, key = rows.query[:, :, start:stop], rows.key[:, :, :stop]
+                scores = softmax.scores(query, key)
+                column = torch.arange(start, stop, device=scores.device)
+                later = column > column[:, None]  # the whole block sees the keys before `start`
+                scores[..., start:].masked_fill_(later, float("-inf"))
+                value = rows.value[:, :, :stop]
+                see(Block(layer, start, stop, query, key, value, scores, softmax))
+
+        self.run(show)
+
+
 # Attention: similarity under a smaller cache (Fig 4), key tokens (Fig 5), sparsity (Fig 20)
 
 
-def similarity(subject: Subject) -> list[Point]:
+def similarity(subject: Subject) -> Iterator[Point]:
     """Figure 4: cosine similarity of attention weights to the full cache's, token by token, under a
     method that evicts and under the oracle (the paper's "Optimal"), which picks as many tokens anew
     from the whole history at every step.
@@ -79,25 +209,27 @@ def similarity(subject: Subject) -> list[Point]:
     methods, geometry = (method, Oracle(fixed_fetch=int(budget))), subject.attached.geometry
     layers = subject.layers(SIMILARITY_LAYERS)
     try:
-        observers = {}
-        for layer in layers:
-            pair = [Similarity(compared, geometry, subject.ids) for compared in methods]
-            observers[layer] = pair
+        of_layer = {
+            layer: [Similarity(compared, geometry, subject.ids) for compared in methods]
+            for layer in layers
+        }
     except ValueError as error:  # of the method, as a session would raise it
         raise UserError(f"analysis.budget={kept}: {error}") from error
-    subject.observe(observers)
-    points = []
-    for layer, pair in observers.items():
+
+    def see(block: Block) -> None:
+        for compared in of_layer[block.layer]:
+            compared.see(block)
+
+    subject.observe(layers, see)
+    for layer, pair in of_layer.items():
         for compared, seen in zip(methods, pair, strict=True):
             for x, heads in binned(seen.cosines[:, 1:], 1, SIMILARITY_BINS):
-                point = mean_point(heads, compared.title, "cosine_similarity", "token", x, layer)
-                points.append(point)
-    return points
+                yield mean_point(heads, compared.title, "cosine_similarity", "token", x, layer)
 
 
 class Similarity:
-    """Observer: `cosines`, fp32 [heads, tokens], of a layer under `method`, which starts with the
-    first token."""
+    """`cosines`, fp32 [heads, tokens], of a layer under `method`, which starts with the first
+    token."""
 
     def __init__(self, method: Method, geometry: Geometry, ids: Tensor) -> None:
         self.num_tokens = ids.shape[1]
@@ -105,7 +237,7 @@ class Similarity:
         self.state = method.new_state(geometry, Lengths(torch.ones_like(final), final))
         self.cosines = torch.ones(geometry.num_heads, self.num_tokens)
 
-    def __call__(self, block: Block) -> None:
+    def see(self, block: Block) -> None:
         """Select for the block's queries and compare."""
         if block.start == 0:  # the first token has nothing to leave out: it is the prompt
             real = torch.ones(1, 1, dtype=torch.bool, device=block.query.device)
@@ -134,44 +266,36 @@ class Similarity:
         self.cosines[:, first : block.stop] = cosines.flatten(1, 2)[0].cpu()
 
 
-def key_tokens(subject: Subject) -> list[Point]:
+def key_tokens(subject: Subject) -> Iterator[Point]:
     """Figure 5: how many key tokens hold 0.9 of a query's attention weight, current token included.
 
     A histogram over all queries and heads, and the mean over heads at single queries: the number
     differs by layer, head and query, even from one query to the next.
     """
-    counts, observers = counters(subject, KEY_TOKENS_LAYERS)
-    subject.observe(observers)
+    counts = counts_of(subject, KEY_TOKENS_LAYERS)
+    subject.observe(counts, lambda block: count(block, counts))
     width = 2 ** max(0, (subject.num_tokens // HISTOGRAM_BINS).bit_length() - 1)
-    points = []
     for layer, of_layer in counts.items():
-        series = f"layer {layer}"
+        series, metric = f"layer {layer}", "share_of_queries"
         num_bins = max(2, int(of_layer.max()) // width + 1)
         bins = torch.stack([torch.bincount(head // width, minlength=num_bins) for head in of_layer])
         for index, share in enumerate((bins.double() / subject.num_tokens).unbind(-1)):
-            points.append(
-                mean_point(share, series, "share_of_queries", "key_tokens", index * width, layer)
-            )
-        for query in (query for query in QUERIES if query < subject.num_tokens):
-            metric = f"key_tokens_for_{MASS:g}"
-            points.append(
-                mean_point(of_layer[:, query], series, metric, "query_token", query, layer)
-            )
-    return points
+            yield mean_point(share, series, metric, "key_tokens", index * width, layer)
+        for at in QUERIES:
+            if at < subject.num_tokens:
+                number, metric = of_layer[:, at], f"key_tokens_for_{MASS:g}"
+                yield mean_point(number, series, metric, "query_token", at, layer)
 
 
-def counters(
-    subject: Subject, layers: tuple[int, ...]
-) -> tuple[dict[int, Tensor], dict[int, list[Observer]]]:
-    """By layer: `tokens_for_mass` of every query, int32 [heads, tokens], and the observer that
-    fills it in."""
+def counts_of(subject: Subject, layers: tuple[int, ...]) -> dict[int, Tensor]:
+    """By layer, room for `tokens_for_mass` of every query: int32 [heads, tokens]."""
     shape = subject.attached.geometry.num_heads, subject.num_tokens
-    counts = {layer: torch.zeros(shape, dtype=torch.int32) for layer in subject.layers(layers)}
+    return {layer: torch.zeros(shape, dtype=torch.int32) for layer in subject.layers(layers)}
 
-    def count(block: Block) -> None:
-        counts[block.layer][:, block.start : block.stop] = tokens_for_mass(block.probs()).int()
 
-    return counts, {layer: [count] for layer in counts}
+def count(block: Block, counts: Mapping[int, Tensor]) -> None:
+    """Fill in the numbers of a block's queries."""
+    counts[block.layer][:, block.start : block.stop] = tokens_for_mass(block.probs()).int()
 
 
 def tokens_for_mass(probs: Tensor, mass: float = MASS) -> Tensor:
@@ -184,7 +308,7 @@ def tokens_for_mass(probs: Tensor, mass: float = MASS) -> Tensor:
     return torch.from_numpy(ascending.shape[-1] - dropped.sum(-1))
 
 
-def sparsity(subject: Subject) -> list[Point]:
+def sparsity(subject: Subject) -> Iterator[Point]:
     """Figure 20: longer sequences attend to a smaller share of their keys, and the important keys
     change.
 
@@ -195,7 +319,7 @@ def sparsity(subject: Subject) -> list[Point]:
     at the place of the paper's; of the keys whose weight varies most.
     """
     num_tokens = subject.num_tokens
-    counts, observers = counters(subject, SPARSITY_LAYERS)
+    counts = counts_of(subject, SPARSITY_LAYERS)
     watched_layer = subject.layers(WATCHED_LAYER)[-1]
     head = WATCHED_HEAD * subject.attached.geometry.num_heads // PAPER_NUM_HEADS
     first = num_tokens - max(1, num_tokens // 4)
@@ -203,30 +327,28 @@ def sparsity(subject: Subject) -> list[Point]:
     keys = torch.randperm(first, generator=generator)[:NUM_SAMPLED].sort().values
     weights = torch.zeros(len(keys), num_tokens - first)
 
-    def watch(block: Block) -> None:
+    def see(block: Block) -> None:
+        if block.layer in counts:
+            count(block, counts)
         begin = max(block.start, first)
-        if begin < block.stop:
+        if block.layer == watched_layer and begin < block.stop:
             probs = block.probs()[head, begin - block.start :].cpu()
             weights[:, begin - first : block.stop - first] = probs[:, keys].T
 
-    observers.setdefault(watched_layer, []).append(watch)
-    subject.observe(observers)
+    subject.observe({*counts, watched_layer}, see)
     lengths = [num_tokens]
     while lengths[0] // 2 >= MIN_LENGTH:
         lengths.insert(0, lengths[0] // 2)
-    points = []
     for layer, of_layer in counts.items():
         few = of_layer < SMALL * torch.arange(1, num_tokens + 1)
         for length in lengths:
             shares, metric = few[:, :length].double().mean(-1), "share_of_sparse_queries"
-            points.append(mean_point(shares, f"layer {layer}", metric, "seq_len", length, layer))
+            yield mean_point(shares, f"layer {layer}", metric, "seq_len", length, layer)
     varying = weights.std(-1, correction=0).argsort(descending=True)[:NUM_SHOWN].sort().values
     for x, means in binned(weights[varying], first, WATCHED_BINS):
         for key, mean in zip(keys[varying].tolist(), means.tolist(), strict=True):
-            points.append(
-                Point(f"key {key}", "attention_weight", mean, "query_token", x, watched_layer)
-            )
-    return points
+            series, metric = f"key {key}", "attention_weight"
+            yield Point(series, metric, mean, "query_token", x, watched_layer)
 
 
 # Hidden states: columns of Q and K before and after skewing (Fig 7), layer inputs (Table 1)
@@ -247,16 +369,13 @@ def columns(subject: Subject) -> list[Point]:
     layers = subject.layers(COLUMN_LAYERS)
     points: list[Point] = []
 
-    def keep_magnitudes(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def keep_magnitudes(layer: int, rows: LayerPrompt) -> None:
         if layer not in layers:
             return
-        rotation = calibration["rotation"][layer].to(
-            query.device
-        )  # [num_kv_heads, head_dim, head_dim]
+        query, key = rows.query, rows.key
+        rotation = calibration["rotation"][layer].to(query.device)  # [KV heads, size, size]
         own_basis = torch.eye(query.shape[-1], device=query.device).expand_as(rotation)
-        stacked = query[0].reshape(
-            key.shape[1], -1, query.shape[-1]
-        )  # [num_kv_heads, group * tokens, head_dim]
+        stacked = query[0].reshape(key.shape[1], -1, query.shape[-1])  # [KV heads, group * tokens]
         for series, basis in (("before skewing", own_basis), ("after skewing", rotation)):
             of_query, of_key = ((part.float() @ basis).abs().mean(1) for part in (stacked, key[0]))
             order = (of_query + of_key).argsort(-1, descending=True)
@@ -268,7 +387,7 @@ def columns(subject: Subject) -> list[Point]:
     return points
 
 
-def layer_inputs(subject: Subject) -> list[Point]:
+def layer_inputs(subject: Subject) -> Iterator[Point]:
     """Table 1: cosine similarity of a layer's block input to the previous layer's block input,
     attention output and FFN output. The first is why the attention input of one layer can stand in
     for the next one's.
@@ -299,13 +418,11 @@ def layer_inputs(subject: Subject) -> list[Point]:
         subject.run()
     similarities = torch.stack(stream.similarities)[[layer - 1 for layer in chosen]]  # [layers, 3]
     metric = "cosine_similarity"
-    points = [
-        mean_point(found, name, metric) for name, found in zip(INPUTS, similarities.T, strict=True)
-    ]
+    for name, found in zip(INPUTS, similarities.T, strict=True):
+        yield mean_point(found, name, metric)
     for number, row in zip(chosen, similarities.tolist(), strict=True):
         for name, value in zip(INPUTS, row, strict=True):
-            points.append(Point(name, metric, value, "layer", number, number))
-    return points
+            yield Point(name, metric, value, "layer", number, number)
 
 
 class _ResidualStream:
@@ -318,37 +435,35 @@ class _ResidualStream:
     def __init__(self) -> None:
         self.similarities: list[Tensor] = []
         self.outputs: list[Tensor] = []
-        self.block_input: Tensor | None = None  # [tokens, hidden_size]
-        self.attn_out: Tensor | None = None
+        self.earlier: list[Tensor] = []  # the block's input, and its attention's output
 
     def enter(self, module: Any, args: tuple[Any, ...], call: Mapping[str, Any]) -> None:
-        """A decoder layer has its input."""
+        """A decoder layer has its input, [tokens, hidden_size]."""
         hidden = (args[0] if args else call["hidden_states"])[0].float()
-        before, attn_out = self.block_input, self.attn_out
-        if before is not None and attn_out is not None:
+        if self.earlier:
+            before, attn_out = self.earlier
             ffn_out = hidden - before - attn_out
             close = 1e-2 * float(ffn_out.abs().max())
-            is_output = False
-            for output in self.outputs:
-                if output.numel() == ffn_out.numel():
-                    same_shape = output.float().reshape(ffn_out.shape)
-                    is_output |= torch.allclose(same_shape, ffn_out, atol=close)
-            if not is_output:
+            of_its_size = [one for one in self.outputs if one.numel() == ffn_out.numel()]
+            if not any(
+                torch.allclose(one.float().reshape(ffn_out.shape), ffn_out, atol=close)
+                for one in of_its_size
+            ):
                 # The model adds something else to the residual stream, or scales or norms the FFN
                 # output first.
                 raise UserError(
                     "Table 1 needs a model whose residual stream takes in the outputs of its "
                     "attention and its FFN as they are"
                 )
-            earlier = (before, attn_out, ffn_out)
-            cosines = [torch.cosine_similarity(hidden, other, dim=-1).mean() for other in earlier]
+            parts = (before, attn_out, ffn_out)
+            cosines = [torch.cosine_similarity(hidden, part, dim=-1).mean() for part in parts]
             self.similarities.append(torch.stack(cosines).cpu())
-        self.block_input = hidden
+        self.earlier = [hidden]
         self.outputs.clear()
 
     def attended(self, module: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """An attention module has its output, which the residual stream is about to take in."""
-        self.attn_out = output[0][0].float()
+        self.earlier.append(output[0][0].float())
 
     def computed(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         """A submodule of the block has an output."""
@@ -358,7 +473,7 @@ class _ResidualStream:
 
 # Runs
 
-STATISTICS: Mapping[str, Callable[[Subject], list[Point]]] = {
+STATISTICS: Mapping[str, Callable[[Subject], Iterable[Point]]] = {
     "similarity": similarity,
     "key_tokens": key_tokens,
     "columns": columns,
@@ -375,25 +490,22 @@ def run_analysis(config: RunConfig, loaded: LoadedModel) -> Outcome:
     model does not have, or a model that the statistic is not defined for.
     """
     num_tokens = config.analysis.num_tokens
+    asked = f"analysis.num_tokens={num_tokens}"
     if num_tokens > loaded.max_length:
-        raise UserError(
-            f"analysis.num_tokens={num_tokens}: {loaded.name} takes at most {loaded.max_length} "
-            "tokens"
-        )
+        raise UserError(f"{asked}: {loaded.name} takes at most {loaded.max_length} tokens")
     offset = first_window_offset(config.corpus, config.calibration)
     text = corpus_ids(config.corpus, config.data, loaded.reader)[offset:]
     ids = [*start_ids(loaded.reader), *text]
     if len(ids) < num_tokens:
-        raise UserError(
-            f"analysis.num_tokens={num_tokens}: the text has {len(ids)} tokens from token {offset} "
-            "on; choose a longer one"
-        )
+        has = f"the text has {len(ids)} tokens from token {offset} on"
+        raise UserError(f"{asked}: {has}; choose a longer one")
     assert config.analysis.statistic is not None, "RunConfig checks it"
     with attach(loaded.model) as attached:
         attached.require_length(num_tokens)
         tokens = torch.tensor([ids[:num_tokens]], device=attached.device)
-        points = STATISTICS[config.analysis.statistic](Subject(config, loaded, attached, tokens))
-    return Outcome({"source": "measured", "points": [asdict(point) for point in points]})
+        found = STATISTICS[config.analysis.statistic](Subject(config, loaded, attached, tokens))
+        points = [point._asdict() for point in found]
+    return Outcome({"source": "measured", "points": points})
 
 
 def run_memory(config: RunConfig) -> Outcome:
@@ -410,11 +522,10 @@ def run_memory(config: RunConfig) -> Outcome:
     points = []
     with refused(f"{name}: its configuration does not tell the size of its KV cache"):
         for x_name, x, batch_size, seq_len in cells:
-            points.append(
-                Point("KV cache", "bytes", kv_bytes(described, batch_size, seq_len), x_name, x)
-            )
+            cached = kv_bytes(described, batch_size, seq_len)
+            points.append(Point("KV cache", "bytes", cached, x_name, x))
             points.append(Point("weights", "bytes", weights, x_name, x))
-    return Outcome({"source": "modelled", "points": [asdict(point) for point in points]})
+    return Outcome({"source": "modelled", "points": [point._asdict() for point in points]})
 
 
 def kv_bytes(described: PreTrainedConfig, batch_size: int, seq_len: int) -> int:
@@ -427,9 +538,8 @@ def kv_bytes(described: PreTrainedConfig, batch_size: int, seq_len: int) -> int:
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     elements = 0
-    for layer, cached in zip(
-        described.per_layer_config, DynamicCache(config=described).layers, strict=True
-    ):
+    caches = DynamicCache(config=described).layers
+    for layer, cached in zip(described.per_layer_config, caches, strict=True):
         if not isinstance(cached, DynamicLayer):
             continue
         heads = layer.num_attention_heads

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.decode.cache import select, take_over
+from harness.decode.cache import select
 from harness.decode.gpu_cache import GpuCache
 from harness.decode.reads import LayerRead
 from harness.model.attention import (
@@ -49,7 +49,7 @@ class DecodePass(Handler):
     """Teacher-forced rows, each reading what the policy of its layer says, and itself.
 
     positions, valid: [batch, rows]. counts: what the rows read. predicted: by layer, queries made
-    in the layer before.
+    in the layer before. latest: the state of the last layer that selected.
     """
 
     def __init__(self, session: ReplaySession, positions: Tensor, valid: Tensor) -> None:
@@ -67,7 +67,7 @@ class DecodePass(Handler):
         )
         self.predicted: dict[int, Tensor] = {}
         self._on_device: dict[torch.device, RowsOnDevice] = {}
-        self._latest: State | None = None
+        self.latest: State | None = None
 
     def predicts(self, layer: int) -> bool:
         return bool(self.session.states) and self.policies[layer].is_predicted
@@ -85,8 +85,6 @@ class DecodePass(Handler):
         is_selecting = policy.kind == "method" and not self.session.reads_everything
         state = self.session.states.get(device) if is_selecting else None
         if state is not None:
-            take_over(state, self._latest)
-            self._latest = state
             state.append(policy.number, key, value, tokens[:, columns], columns)
         if not is_selecting:
             return self._attend_to_all(layer, query, self.history.kv[layer])
@@ -101,6 +99,7 @@ class DecodePass(Handler):
             outputs.append(block.attend_to_selection(key[:, :, rows], value[:, :, rows]))
             if block.full is not None:
                 full_outputs.append(block.full)
+        self.latest = state or self.latest
         output = torch.cat(outputs, 1)
         if self.session.measure_errors:
             if full_outputs:
@@ -147,15 +146,6 @@ class DecodePass(Handler):
             size = max(16, min(ROWS, SCORES_PER_CHUNK // scores_of_row))
         for begin in range(0, num_rows, size):
             yield slice(begin, min(begin + size, num_rows))
-
-    def gpu_cache(self, layer: int) -> GpuCache | None:
-        """The rows of a layer that would be on the device; None where none stay."""
-        session, shape = self.session, self.session.attached.layers[layer]
-        if session.rooms is None or not self.policies[layer].names_rows:
-            return None
-        if layer not in session.gpu_caches:
-            session.gpu_caches[layer] = GpuCache(session.rooms, shape.num_kv_heads, shape.device)
-        return session.gpu_caches[layer]
 
     def rows_on(self, device: torch.device) -> RowsOnDevice:
         """The pass's rows, copied once to each device."""
@@ -217,7 +207,8 @@ class _Block:
         self.tokens = on_device.tokens[:, : self.stop]
         self.key = decode.history.kv[layer][0][:, :, : self.stop]
         self.value = decode.history.kv[layer][1][:, :, : self.stop]
-        self.exact = decode.history.exact.get(layer)
+        leaves_exact = self.codec is not None and self.codec.residual
+        self.exact = decode.history.uncoded[layer] if leaves_exact else None
         self.softmax = self.policy.softmax
         self._scores: Tensor | None = None
         self.full: Tensor | None = None
@@ -401,8 +392,8 @@ class _Block:
                 true_scores=lambda: self._true_scores(exact),
                 padded=self.decode.has_padding,
             )
-            selection = select(self.state, self.policy.number, rows)
-            gpu_cache = self.decode.gpu_cache(self.layer)
+            selection = select(self.state, self.decode.latest, self.policy.number, rows)
+            gpu_cache = self.decode.session.gpu_caches.get(self.layer)
             if gpu_cache is not None:
                 assert selection.mask is not None, "a method that names rows gives a mask"
                 self._count_hits(gpu_cache, selection.mask)

@@ -20,9 +20,8 @@ class History:
     """Keys and values of every column of a batch, as their codec gives them back.
 
     codecs: of each layer; None stores rows as they are. kv: by layer (keys, values), each [batch,
-    num_kv_heads, columns, head_dim or value_dim]. exact: the same uncoded, where the codec
-    leaves the last tokens exact. uncoded: the same of every other layer whose rows read back
-    otherwise than they were made, where `keeps_uncoded`.
+    num_kv_heads, columns, head_dim or value_dim]. uncoded: the same as they were made, where the
+    codec leaves the last tokens exact, and of every coded layer where `keeps_uncoded`.
     tokens: int32 [batch, columns], the token of each column, `EMPTY` for none. length: columns in
     use. last_queries: by layer, [batch, heads, 1, head_dim] of the last token, where the layer
     selects by the previous step's query. resident: by layer, bool [batch, num_kv_heads, prompt],
@@ -44,17 +43,13 @@ class History:
         self.resident: dict[int, Tensor] = {}
         self._layers, self._dtype = attached.layers, attached.dtype
         self.kv = {layer: self._new_rows(layer, batch, num_columns) for layer in range(len(codecs))}
-        self.exact: dict[int, tuple[Tensor, Tensor]] = {}
         self._span = 1
         """Tokens whose rows some layer codes together; other layers code one by one."""
         self.uncoded: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, codec in enumerate(codecs):
-            if codec is None:
-                continue
-            if codec.residual:
-                self.exact[layer] = self._new_rows(layer, batch, num_columns)
+            if codec is not None and codec.residual:
                 self._span = max(self._span, codec.span)
-            elif keeps_uncoded:
+            if codec is not None and (codec.residual or keeps_uncoded):
                 self.uncoded[layer] = self._new_rows(layer, batch, num_columns)
         shape = (batch, num_columns)
         self.tokens = torch.full(shape, EMPTY, dtype=torch.int32, device=attached.device)
@@ -94,17 +89,15 @@ class History:
         if codec is None or layer in self.resident:
             self._write(layer, stored, key, value, columns)
             return
-        if layer in self.exact:
-            self._write(layer, self.exact[layer], key, value, columns)
         if key.shape[2] > 1:
             require_codable(codec, layer, key, value)
         coded_key = codec.keys.roundtrip(key) if codec.keys.span == 1 else key
         coded_value = codec.values.roundtrip(value) if codec.values.span == 1 else value
         self._write(layer, stored, coded_key, coded_value, columns)
         if codec.keys.span > 1:
-            self._code_groups(codec.keys, self.exact[layer][0], stored[0])
+            self._code_groups(codec.keys, self.uncoded[layer][0], stored[0])
         if codec.values.span > 1 and self._layers[layer].latent is None:
-            self._code_groups(codec.values, self.exact[layer][1], stored[1])
+            self._code_groups(codec.values, self.uncoded[layer][1], stored[1])
 
     def _code_groups(self, half: RowCodec, exact: Tensor, stored: Tensor) -> None:
         """Code the groups of the fresh tokens again. No row reads one that is not full yet."""
@@ -115,8 +108,6 @@ class History:
     def uncoded_rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer's columns as the model made them. Needs `keeps_uncoded` where
         they read back otherwise."""
-        if layer in self.exact:
-            return self.exact[layer]
         return self.uncoded.get(layer, self.kv[layer])
 
     def _write(
@@ -139,42 +130,24 @@ class History:
 
     def fork(self, index: Tensor, num_columns: int) -> History:
         """The sequences `index` [new_batch], with room for `num_columns`."""
-        child = copy(self)
-        child.tokens = self._widened(self.tokens, index, 1, num_columns, EMPTY)
-        child.last_queries = _sequences(self.last_queries, index)
-        child.resident = _sequences(self.resident, index)
-        for name in ("kv", "exact", "uncoded"):
+        child, used = copy(self), slice(0, self.length)
+        child.tokens = self.tokens.new_full((len(index), num_columns), EMPTY)
+        child.tokens[:, used] = self.tokens[index.to(self.tokens.device), used]
+        for name in ("last_queries", "resident"):
+            of_layers = getattr(self, name).items()
+            taken = {
+                layer: each.index_select(0, index.to(each.device)) for layer, each in of_layers
+            }
+            setattr(child, name, taken)
+        for name in ("kv", "uncoded"):
             rows = {}
             for layer, kv in getattr(self, name).items():
-                rows[layer] = self._widened_rows(layer, kv, index, num_columns)
+                rows[layer] = self._new_rows(layer, len(index), num_columns)
+                for new, old in zip(rows[layer], kv, strict=True):
+                    on_device = index.to(old.device)
+                    torch.index_select(old[:, :, used], 0, on_device, out=new[:, :, used])
             setattr(child, name, rows)
         return child
-
-    def _widened_rows(
-        self, layer: int, kv: tuple[Tensor, Tensor], index: Tensor, num_columns: int
-    ) -> tuple[Tensor, Tensor]:
-        keys = self._widened(kv[0], index, 2, num_columns, 0)
-        if self._layers[layer].latent is not None:
-            return keys, keys[..., : kv[1].shape[3]]
-        return keys, self._widened(kv[1], index, 2, num_columns, 0)
-
-    def _widened(
-        self, tensor: Tensor, index: Tensor, axis: int, num_columns: int, fill: int
-    ) -> Tensor:
-        used = tensor.narrow(axis, 0, self.length)
-        shape = list(used.shape)
-        shape[0], shape[axis] = len(index), num_columns
-        wide = tensor.new_full(shape, fill) if fill else tensor.new_empty(shape)
-        torch.index_select(used, 0, index.to(used.device), out=wide.narrow(axis, 0, self.length))
-        return wide
-
-
-def _sequences(by_layer: dict[int, Tensor], index: Tensor) -> dict[int, Tensor]:
-    """The sequences `index` of each layer's tensor."""
-    taken = {}
-    for layer, tensor in by_layer.items():
-        taken[layer] = tensor.index_select(0, index.to(tensor.device))
-    return taken
 
 
 class RowsOnDevice(NamedTuple):

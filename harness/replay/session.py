@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,20 +87,14 @@ class ReplaySession:
         self.rooms: list[int] | None = None
         self.gpu_caches: dict[int, GpuCache] = {}
         self.states: dict[torch.device, State] = {}
-        self.prompt_rows: dict[torch.device, PromptRows] = {}
         codecs: list[AnyCodec | None] = []
         for policy in self.policies:
             if self.codec is not None and policy.kind == "method":
                 codecs.append(codec_at(self.codec, policy.number))
             else:
                 codecs.append(None)
-        self.history = History(
-            attached,
-            codecs,
-            len(final_lengths),
-            num_columns,
-            keeps_uncoded=measure_errors,
-        )
+        batch = len(final_lengths)
+        self.history = History(attached, codecs, batch, num_columns, keeps_uncoded=measure_errors)
         self.model_cache = attached.new_cache()
         self.reads = self._constants()
 
@@ -110,26 +105,25 @@ class ReplaySession:
         multiplicity: int [batch], how many requests share a sequence (1 by default). Returns final
         hidden states [batch, prompt, hidden_size].
         """
-        if self.history.length:
-            raise RuntimeError("prefill runs once, before any decode row")
+        assert not self.history.length, "prefill runs once, before any decode row"
         self.attached.require_even(valid)
         lengths = Lengths(valid.sum(-1), self.final_lengths)
         self.states = new_states(self.attached, self.method, lengths, self.calibration)
         of_sequences = zip(lengths.prompt.tolist(), lengths.final.tolist(), strict=True)
         self.rooms = rooms(self.method, self.policies, self.gpu_cache, of_sequences)
+        if self.rooms is not None:
+            for layer, shape in enumerate(self.attached.layers):
+                if self.policies[layer].names_rows:
+                    cache = GpuCache(self.rooms, shape.num_kv_heads, shape.device)
+                    self.gpu_caches[layer] = cache
         positions = self.history.enter(valid)
-        num_columns = self.history.tokens.shape[1]
-        for device in self.states:
-            self.prompt_rows[device] = PromptRows(valid.to(device), num_columns)
-        states = self.states.values()
-        hidden = run_prompts(
-            self.attached, self.method, states, ids, valid, self._keep_prompt, self.model_cache
-        )
+        states, keep = self.states.values(), partial(self._keep_prompt, valid)
+        hidden = run_prompts(self.attached, self.method, states, ids, valid, keep, self.model_cache)
         pairs = float((_weights(valid, multiplicity) * (positions + 1)).sum())
         self.reads += replace(self._constants(), pairs=pairs, pairs_read=pairs)
         return hidden
 
-    def _keep_prompt(self, layer: int, prompt: LayerPrompt) -> None:
+    def _keep_prompt(self, valid: Tensor, layer: int, prompt: LayerPrompt) -> None:
         """A layer's prompt joins the history, and the state of the method that governs the
         layer."""
         query, key, value = prompt.query, prompt.key, prompt.value
@@ -138,7 +132,7 @@ class ReplaySession:
         if policy.kind != "method" or device not in self.states:
             return
         state = self.states[device]
-        rows = self.prompt_rows[device]._replace(inputs=prompt.inputs)
+        rows = PromptRows(valid.to(device), self.history.tokens.shape[1], prompt.inputs)
         take_prompt(state, policy.number, prompt, rows)
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()
@@ -151,8 +145,7 @@ class ReplaySession:
         ids: int [batch, rows]; valid: bool alike, False for the padding on the right. Returns
         hidden states [batch, rows, hidden_size], where padding holds nothing of meaning.
         """
-        if not self.history.length:
-            raise RuntimeError("decode rows need a prompt: call prefill first")
+        assert self.history.length, "decode rows need a prompt"
         positions = self.history.enter(valid)
         rows = DecodePass(self, positions, valid)
         hidden = self.attached.forward(ids, positions, rows, self.model_cache, valid)
@@ -248,21 +241,11 @@ class Setup:
     ) -> ReplaySession:
         """A fresh replay session. options: of `ReplaySession`."""
         lengths = {"final_lengths": final_lengths, "num_columns": num_columns}
-        return ReplaySession(attached, self.method, **(self._options | lengths | options))
+        return ReplaySession(attached, **(vars(self) | lengths | options))
 
     def live(self, attached: Attached, max_new_tokens: int, **options: Any) -> LiveSession:
         """A fresh live session. options: of `LiveSession`."""
-        given = self._options | {"max_new_tokens": max_new_tokens} | options
-        return LiveSession(attached, self.method, **given)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """Of either session."""
-        return {
-            "codec": self.codec,
-            "calibration": self.calibration,
-            "gpu_cache": self.gpu_cache,
-        }
+        return LiveSession(attached, **(vars(self) | {"max_new_tokens": max_new_tokens} | options))
 
 
 def _weights(valid: Tensor, multiplicity: Tensor | None) -> Tensor:

@@ -1,5 +1,4 @@
-"""`python -m harness.report --results-dir DIR`, or of an archive, `--results-dir
-results.zip`."""
+"""`python -m harness.report --results-dir DIR`, or of an archive, `--results-dir results.zip`."""
 
 import argparse
 import sys
@@ -15,17 +14,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m harness.report", description="Write the report of results."
     )
-    parser.add_argument(
-        "--results-dir",
-        default=RESULTS,
-        metavar="DIR",
-        help="results to report, or an archive (default %(default)s)",
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", help="default: report.html in DIR, or beside the archive"
-    )
-    args = parser.parse_args(argv)
-    return exit_code(lambda: print(write_report(args.results_dir, args.output)))
+    where = "results to report, or an archive (default %(default)s)"
+    parser.add_argument("--results-dir", default=RESULTS, metavar="DIR", help=where)
+    return exit_code(lambda: print(write_report(parser.parse_args(argv).results_dir)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from harness.errors import UserError
 from harness.files import write_atomic
 from harness.report.sections import SOURCES, Section, sections_of
-from harness.results import board_page
+from harness.results import board
 from harness.results.archive import opened
 from harness.results.columns import shape_of
 from harness.results.metrics import GIB
@@ -31,14 +31,11 @@ from harness.settings.paths import COMMAND, RESULTS, models_beside
 HERE = Path(__file__).parent
 FIRST = "budget"
 """The figure of the shipped results that the report opens with."""
-BOARD = "board-methods"
 
 
-def write_report(results: str | Path = RESULTS, output: str | Path | None = None) -> Path:
-    """Write the report; the same results give the same bytes. Returns its path.
-
-    results: a folder, or an archive of one (`harness.results.archive`), which is all that is read
-    then. output: the file; None: `report.html` in the folder, or beside the archive.
+def write_report(results: str | Path = RESULTS) -> Path:
+    """Write `report.html` into a results folder, or beside an archive of one, which is all that is
+    read then; the same results give the same bytes. Returns its path.
 
     Raises:
         UserError: no such results or an archive that was changed, neither table nor figure, a
@@ -47,8 +44,7 @@ def write_report(results: str | Path = RESULTS, output: str | Path | None = None
     source = Path(results)
     with opened(source) as folder:
         text = _render(folder)
-    home = source.parent if source.is_file() else source
-    path = home / "report.html" if output is None else Path(output)
+    path = (source.parent if source.is_file() else source) / "report.html"
     write_atomic(path, text)
     return path
 
@@ -76,6 +72,7 @@ def _render(folder: Path) -> str:
         lstrip_blocks=True,
     )
     environment.filters["table"] = table
+    every = [record for found in records.values() for record in found]
     return environment.get_template("report.html.j2").render(
         pages=pages,
         lead=lead,
@@ -88,12 +85,7 @@ def _render(folder: Path) -> str:
         style=(HERE / "report.css").read_text(),
         machines={where: machine_of(found) for where, found in records.items()},
         not_made=[section for section in sections if not section.parts],
-        unfinished=[
-            record
-            for found in records.values()
-            for record in found
-            if record["status"] != "finished"
-        ],
+        unfinished=[record for record in every if record["status"] != "finished"],
     )
 
 
@@ -115,8 +107,8 @@ def lead_of(sections: Sequence[Section]) -> Section | None:
 def said_of(section: Section) -> str:
     """The result of a figure in sentences: of the board, of one's own runs, or its finding."""
     part, words = section.parts[0], ""
-    if BOARD in part.tables:
-        words = board_page.said(part.tables[BOARD])
+    if board.METHODS in part.tables:
+        words = board.said(part.tables[board.METHODS])
     elif part.has_own:
         first = next(iter(part.tables.values()))
         if shape_of(first.columns) == "accuracy":

@@ -6,17 +6,20 @@ A sentence of finding stands where `findings.yaml` of the results gives one, bes
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
 import yaml
 
 from harness.errors import UserError, nearest
-from harness.report.compared import compared
-from harness.results.columns import read_frame
+from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
+from harness.paper.costmodel.published import PaperBar, quantity
+from harness.results.columns import published, read_frame
+from harness.results.metrics import MISSING, SEGMENTS
 from harness.results.pages import sheets_of
 from harness.results.sheet import Sheet
 from harness.settings.paths import PACKAGES_DIR, shipped_beside, tables_to_read
@@ -31,11 +34,15 @@ SOURCES = {
     "modelled": "predicted by the cost model, never run",
     "published": "quoted from the paper or another project",
 }
+POINT = ["model", "series", "x_name", "x", "metric"]
+"""What names a published number, and a row of an analysis table."""
+BAR = list(PaperBar._fields)
 SAFE_IN_URI = " !$&'()*+,-./:;=?@_"
 """Letters of a picture that stand as they are in a data URI."""
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """What one results folder has of a figure or table.
 
     where: "" for the folder that is reported, the name of a folder within it. image: a data URI,
@@ -124,8 +131,8 @@ def sections_of(folders: Mapping[str, Path]) -> list[Section]:
             if image or any(shown.values()):
                 finding = said.get(section.name, "")
                 elsewhere = {name: homes[name] for name in own if name not in shown}
-                published = compared(section.name.removesuffix(MODELLED), own.values())
-                section.parts.append(Part(where, finding, image, own, shown, elsewhere, published))
+                numbers = compared(section.name.removesuffix(MODELLED), own.values())
+                section.parts.append(Part(where, finding, image, own, shown, elsewhere, numbers))
     return sections
 
 
@@ -135,12 +142,10 @@ def _findings(folder: Path, names: Collection[str]) -> dict[str, str]:
     Raises UserError for a name that is not among `names`.
     """
     said: dict[str, str] = {}
-    for place in (shipped_beside(folder), folder):
-        path = None if place is None else place / "findings.yaml"
-        if path is None or not path.exists():
-            continue
-        sentences = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        for name, sentence in sentences.items():
+    for place in filter(None, (shipped_beside(folder), folder)):
+        path = place / "findings.yaml"
+        sentences = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+        for name, sentence in (sentences or {}).items():
             if name not in names:
                 raise UserError(f"{path}: {name}: {nearest(name, names)}")
             said[name] = sentence if place == folder else f"Of the shipped runs: {sentence}"
@@ -149,8 +154,7 @@ def _findings(folder: Path, names: Collection[str]) -> dict[str, str]:
 
 def _image(folder: Path, section: Section) -> str:
     """The figure of a results folder; the shipped one where none of its tables is one's own."""
-    path = folder / "figures" / f"{section.name}.svg"
-    shipped = shipped_beside(folder)
+    path, shipped = folder / "figures" / f"{section.name}.svg", shipped_beside(folder)
     own_tables = [folder / "tables" / f"{name}.csv" for name in section.tables]
     if not path.exists() and shipped is not None and not any(map(Path.exists, own_tables)):
         path = shipped / "figures" / path.name
@@ -158,3 +162,60 @@ def _image(folder: Path, section: Section) -> str:
         return ""
     text = " ".join(path.read_text(encoding="utf-8").split())
     return "data:image/svg+xml," + quote(text, safe=SAFE_IN_URI)
+
+
+# Published numbers, with ours beside them where a run has that setup
+
+
+def compared(figure: str, tables: Collection[pd.DataFrame]) -> pd.DataFrame:
+    """The published numbers of a figure or table as words; empty columns are left out.
+
+    tables: our own. Ours is missing where a row that it needs is absent, emulated, or there twice.
+    """
+    numbers = published()
+    numbers = numbers[numbers["figure"] == figure].reset_index(drop=True)
+    if numbers.empty or not tables:
+        return pd.DataFrame()
+    rows = pd.concat(tables, ignore_index=True)
+    ours = (_of_runs if figure in TIMED_FIGURES else _of_points)(numbers, rows)
+    words = numbers[POINT].replace("_", " ", regex=True)
+    shown = {
+        "model": words["model"],
+        "series": words["series"],
+        "setup": (words["x_name"] + " " + words["x"]).str.strip().replace("", "all"),
+        "metric": words["metric"],
+        "published": (numbers["value"] + " " + numbers["unit"]).str.strip(),
+        "kind": numbers["kind"],
+        "ours": ours.map("{:.4g}".format, na_action="ignore"),
+        "ours / published": (ours / numbers["value"].astype(float)).map(
+            "{:.2f}".format, na_action="ignore"
+        ),
+        "note": numbers["note"],
+    }
+    frame = pd.DataFrame(shown).fillna(MISSING)
+    return frame.loc[:, ~frame.isin(["", MISSING]).all()]
+
+
+def _of_runs(numbers: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
+    """The published quantities of timed runs, by the same arithmetic as the cost model's
+    calibration."""
+    timed = rows[rows["source"] != "emulated"].fillna({segment.name: 0 for segment in SEGMENTS})
+    timed = timed.assign(total_len=timed["prompt_len"] + timed["gen_len"])
+    once = timed.drop_duplicates(BAR, keep=False)
+    by_bar: dict[Any, Any] = once.set_index(BAR).to_dict("index")
+
+    def value(number: Any) -> Any:
+        with suppress(KeyError):
+            return quantity(number, by_bar.__getitem__)
+        return None
+
+    return numbers.apply(value, axis=1).astype(float)
+
+
+def _of_points(numbers: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
+    """The values of analysis rows at the points of published numbers."""
+    if "series" not in rows:
+        return pd.Series(float("nan"), numbers.index)
+    points = numbers[POINT].assign(x=pd.to_numeric(numbers["x"], errors="coerce"))
+    once = rows[[*POINT, "value"]].drop_duplicates(POINT, keep=False)
+    return points.merge(once, on=POINT, how="left")["value"]

@@ -1,11 +1,6 @@
 """A results folder as one file to share: a zip archive of its records, tables, figures and pages,
-and of those of other models in folders within it.
-
-    with opened(Path("results.zip")) as folder:
-        ...    # as in a results folder
-
-An archive may come from a stranger: `opened` writes no member outside of its temporary folder.
-"""
+and of those of other models in folders within it. It may come from a stranger: `opened` writes no
+member outside of its temporary folder."""
 
 from __future__ import annotations
 
@@ -22,14 +17,12 @@ from harness.results.record import read_record
 from harness.settings.paths import models_beside, shipped_beside
 from harness.settings.schema import path_text
 
-RECORDS = "runs/*/*/record.json"
 DERIVED = ("tables/*.csv", "tables/*.md", "figures/*.png", "figures/*.svg", "*.md", "findings.yaml")
 
 
 def export(results_dir: Path, setting: object) -> str:
-    """Write a results folder as `export=FILE.zip`, or into `export=DIR` under its own name.
-
-    Interrupted runs are left out. Returns what is in the archive, in a line.
+    """Write a results folder as `export=FILE.zip`, or into `export=DIR` under its own name, without
+    interrupted runs. Returns what is in the archive, in a line.
 
     Raises:
         UserError: there is nothing to share, a record is damaged, or the file cannot be written.
@@ -39,11 +32,10 @@ def export(results_dir: Path, setting: object) -> str:
     target = Path(path_text(setting, "export"))
     if target.suffix != ".zip" or target.is_dir():
         target /= f"{results_dir.resolve().name}.zip"
-    folders = [results_dir, *(results_dir / name for name in models_beside(results_dir))]
     records, derived = [], []
-    for folder in filter(Path.is_dir, folders):
-        found = sorted(folder.glob(RECORDS))
-        records += [path for path in found if read_record(path)["status"] != "interrupted"]
+    for folder in (results_dir, *(results_dir / name for name in models_beside(results_dir))):
+        for path in sorted(folder.glob("runs/*/*/record.json")):
+            records += [path] if read_record(path)["status"] != "interrupted" else []
         derived += [path for pattern in DERIVED for path in sorted(folder.glob(pattern))]
     if not records and not derived:
         nothing = "nothing to share, neither finished run nor table"
@@ -54,9 +46,8 @@ def export(results_dir: Path, setting: object) -> str:
                 archive.write(path, path.relative_to(results_dir))
     except OSError as error:
         raise UserError(f"export={target}: {one_line(error)}") from error
-    size = target.stat().st_size / 2**20
     counts = f"{len(records)} records, {len(derived)} tables, figures and pages"
-    return f"{target}: {counts}, {size:.1f} MiB"
+    return f"{target}: {counts}, {target.stat().st_size / 2**20:.1f} MiB"
 
 
 @contextmanager

@@ -6,23 +6,61 @@ It is made of the tables of `experiment=board` alone, of the named results and o
 them. A method or a model of one's own needs no more than its own run of `experiment=board`. Of two
 runs of one method on one model the results' own counts, then that of the first folder.
 
-`board_rows.py` makes the frames and `board_page.py` the pages.
+`board_rows.py` makes the frames. Here are the pages: `page` is `board.md`, `boards` the sheets of
+all boards, `printed` what a terminal shows and `said` the board in sentences. All take the methods
+as a frame of the shape `board`.
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
 
 from harness.errors import exit_code
 from harness.files import holding, write_atomic
-from harness.results import board_page
-from harness.results.board_evidence import read
-from harness.results.board_rows import board_of
+from harness.results import metrics
+from harness.results.board_rows import (
+    ALL_MODELS,
+    MODELLED,
+    OF_SHARES,
+    SAME_STEP,
+    board_of,
+    costs_of,
+    is_whole,
+    read,
+)
 from harness.results.columns import csv_of, read_frame
-from harness.results.sheet import markdown, note
+from harness.results.metrics import COLUMNS, EQUAL, MISSING
+from harness.results.samples import FULL
+from harness.results.sheet import (
+    MAX_ROWS,
+    SHARES,
+    Sheet,
+    alike_in_title,
+    mark_own,
+    markdown,
+    note,
+    show_range,
+    terminal,
+    wrapped,
+)
 
 METHODS, PAIRS = "board-methods", "board-pairs"
+SAYS = yaml.safe_load(Path(__file__).with_name("board.yaml").read_text(encoding="utf-8"))
+"""README's rows and budget, and the claims."""
+ANSWER_MARKS = {
+    "§": ("reads ", "The method cannot have this budget on the tasks."),
+    "¶": ("lacks ", "Some of the full cache's questions were not asked."),
+}
+"""Behind answers: by mark, what their note says, and what it means."""
+MODELLED_MARK = "‡"
+SETTING = ["asked_budget", "seq_len"]
 
 
 def write(results: Path) -> Path:
@@ -31,22 +69,287 @@ def write(results: Path) -> Path:
     Raises UserError: see `read`; or the folder cannot be written.
     """
     methods, pairs, left_out = board_of(*read(results))
-    folder, page = results / "tables", results / "board.md"
+    folder, path = results / "tables", results / "board.md"
     with holding(folder, wait=True):
         write_atomic(folder / f"{METHODS}.csv", csv_of(methods, "board"))
         write_atomic(folder / f"{PAIRS}.csv", csv_of(pairs, "board_pairs"))
-        by_model = markdown(METHODS, note("board"), board_page.boards(methods))
-        write_atomic(folder / f"{METHODS}.md", by_model)
-        write_atomic(page, board_page.page(methods, left_out))
-    return page
+        write_atomic(folder / f"{METHODS}.md", markdown(METHODS, note("board"), boards(methods)))
+        write_atomic(path, page(methods, left_out))
+    return path
+
+
+# Words of rows
+
+
+def show_ratio(ratio: float) -> str:
+    """Two digits after the point, or two digits of a small ratio."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
+
+
+def show_points(difference: float) -> str:
+    """A difference of answers, with its sign."""
+    shown = metrics.ANSWERS_DIFFERENCE.show(difference)
+    return f"+{shown}" if difference > 0 else shown
+
+
+def _cells(row: Mapping[str, Any], to: str = " to ") -> dict[str, str]:
+    """A row's cells by column. to: between the ends of a range of models or ranks.
+
+    A difference of answers is marked where its note says more, a step where it was not timed.
+    """
+    cells = {name: row[name] or MISSING for name in ("label", "apart", "dense_numbers", "front")}
+    for name in ("answers", "num_questions", "num_windows", "kl_nats"):
+        cells[name] = COLUMNS[name].show(row[name])
+    for share in SHARES.values():
+        ends = row[f"{share.name}_low"], row[f"{share.name}_high"]
+        cells[share.name] = show_range(share, ends, to)
+    cells["rank"] = f"{row['rank']:.0f} ({row['rank_low']:.0f}{to}{row['rank_high']:.0f})"
+    for name, show in (("ratio", show_ratio), ("answers_difference", show_points)):
+        value, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
+        cells[name] = MISSING if math.isnan(value) else show(value)
+        if not math.isnan(value + low):
+            cells[name] += f" ({show(low)} to {show(high)})"
+    if cells["answers_difference"] != MISSING:
+        marks = [mark for mark, (said, _) in ANSWER_MARKS.items() if said in row["answers_note"]]
+        cells["answers_difference"] += "".join(marks)
+    is_modelled = row["step_source"] == MODELLED
+    cells["step_s"] = metrics.STEP.show(row["step_s"]) + MODELLED_MARK * is_modelled
+    return cells
+
+
+def _table(rows: pd.DataFrame, names: Sequence[str], to: str = " to ") -> pd.DataFrame:
+    """Columns as words under their headings; no decode steps where none was timed."""
+    cells = pd.DataFrame([_cells(row, to) for row in rows.to_dict("records")], rows.index)
+    shown = [name for name in names if name != "step_s" or rows["step_s"].notna().any()]
+    return cells[shown].rename(columns=lambda name: COLUMNS[name].heading)
+
+
+def _budget(budget: float) -> str:
+    return f"budget {metrics.ASKED_BUDGET.show(budget)} %"
+
+
+def _setting(row: pd.Series) -> str:
+    return f"{_budget(row['asked_budget'])}, windows of {row['seq_len']:,.0f} tokens"
+
+
+def _counts(row: pd.Series) -> str:
+    models = "one model" if row["num_models"] == 1 else f"{row['num_models']:.0f} models"
+    return (
+        f"KL: {row['num_windows']:.0f} windows at {row['num_places']:.0f} places of the texts, on "
+        f"{models} ({row['model']})."
+    )
+
+
+def _notes_on_answers(rows: pd.DataFrame) -> list[str]:
+    """The meaning of the marks of answers."""
+    notes = rows.loc[rows["answers_difference"].notna(), "answers_note"]
+    marks = ANSWER_MARKS.items()
+    return [f"{mark} {words}" for mark, (said, words) in marks if notes.str.contains(said).any()]
+
+
+def _notes_on_steps(rows: pd.DataFrame) -> list[str]:
+    """Where steps were timed, which is one place of a board, and the meaning of their mark."""
+    timed = rows[rows["step_s"].notna()]
+    places = timed["step_on"].head(1)
+    notes = [f"Decode step: {place}, over an emulated link." for place in places]
+    if timed["step_source"].eq(MODELLED).any():
+        notes.append(f"{MODELLED_MARK} {note('modelled_step')}")
+    return notes
+
+
+# The pages
+
+
+def first_board(methods: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the first board, which is over all models if there are several."""
+    return methods[methods["over"].isin(methods["over"].head(1))]
+
+
+def boards(methods: pd.DataFrame) -> Iterator[Sheet]:
+    """The sheets of all boards; those after the first are named by their model."""
+    for number, (over, rows) in enumerate(methods.groupby("over", sort=False)):
+        for sheet in _of_settings(rows):
+            yield sheet._replace(title=f"{over}, {sheet.title}" if number else sheet.title)
+
+
+def _of_settings(rows: pd.DataFrame) -> Iterator[Sheet]:
+    """For each budget and length the compared methods, the closest first, then the others."""
+    rows, of_own = mark_own(rows, "label")
+    behind = ["answers_difference", "answers", "num_questions", *OF_SHARES, "step_s"]
+    for _, found in rows.groupby([*SETTING, rows["apart"].ne("")], sort=False):
+        title, is_apart = _setting(found.iloc[0]), found["apart"].iloc[0] != ""
+        notes = [*_notes_on_answers(found), *_notes_on_steps(found)]
+        if is_apart:
+            table = _table(found, ["label", "apart", "ratio", "num_windows", *behind])
+            yield Sheet(f"{title}: not compared", table, notes)
+        else:
+            table = _table(found, ["label", "rank", "ratio", *behind, "dense_numbers"])
+            table = table.rename(columns={"rank": f"rank of {len(found)}"})
+            yield Sheet(title, table, [_counts(found.iloc[0]), *notes, *of_own])
+
+
+def page(methods: pd.DataFrame, left_out: Sequence[str]) -> str:
+    """`board.md`. left_out: models over which no mean goes."""
+    first = first_board(methods)
+    words = f"{note('board')} {note('board_claims')}"
+    if left_out:
+        few = "fewer than half of the methods ran there"
+        words += f" Not in the means: {', '.join(left_out)}, since {few}."
+    sheets = [*_readme(methods), *_of_settings(first), *_by_memory(first)]
+    return markdown("board", words, [*sheets, *_claims(methods)])
+
+
+def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
+    """README's table at each length: its methods in its order, a ratio for each model, and answers
+    where questions were asked."""
+    methods = methods[methods["asked_budget"] == SAYS["readme"]["budget"]]
+    first = first_board(methods)
+    full = first[(first["method"] == FULL) & first["answers"].notna()]
+    of_answers = "Answers: the full cache was not asked."
+    if len(full):  # answers do not depend on the length of windows
+        asked = full.iloc[0]
+        of_answers = (
+            f"Answers: {asked['num_questions']:.0f} questions on {asked['num_contexts']:.0f} "
+            f"contexts; the full cache has {metrics.ANSWERS.show(asked['answers'])} % right."
+        )
+    for _, of_length in methods.groupby("seq_len"):
+        by_label = of_length.drop_duplicates(["over", "label"]).set_index("label", drop=False)
+        here = first_board(by_label)
+        compared = here[here["apart"] == ""]
+        rows = here.loc[[label for label in SAYS["readme"]["methods"] if label in here.index]]
+        if rows.empty or compared.empty:
+            continue
+        table = _table(rows, ["label", *OF_SHARES, "ratio"])
+        notes = [_counts(compared.iloc[0]), of_answers]
+        of_models = by_label[by_label["over"] != ALL_MODELS]
+        for model, of_model in of_models.groupby("over", sort=False):
+            ratios = of_model["ratio"].reindex(rows.index).map(show_ratio, na_action="ignore")
+            table[f"on {model}"] = ratios.fillna(MISSING)
+        coded = compared.reindex(rows["label"] + " + int8")
+        heading = metrics.RATIO.heading
+        table[f"over rows of 8 bits: {heading}"] = _table(coded, ["ratio"])[heading].to_numpy()
+        if rows["answers"].notna().any():
+            table = table.join(_table(rows, ["answers_difference"]))
+            notes += _notes_on_answers(rows)
+        yield Sheet(f"README rows: {_setting(rows.iloc[0])}", table, notes)
+
+
+def _by_memory(rows: pd.DataFrame) -> Iterator[Sheet]:
+    """At each length all methods and budgets by the bytes that a step moves, over the link and on
+    the device, with the fronts."""
+    whole = rows[is_whole(rows)]
+    whole = whole.assign(traffic=costs_of(whole)["link + device"])
+    for seq_len, found in whole.sort_values("traffic", kind="stable").groupby("seq_len"):
+        table = _table(found, ["label", "resident_frac", "step_s", "kl_nats", "front"])
+        table.insert(1, "asked", found["asked_budget"].map(_budget))
+        table.insert(2, "link + device (%)", found["traffic"].map(metrics.BUDGET.show))
+        limits = {"equal": 100 * EQUAL, "same_step": 100 * SAME_STEP}
+        words = note("memory", costs=", ".join(costs_of(found)), **limits)
+        title = f"by memory, windows of {seq_len:,.0f} tokens"
+        yield Sheet(title, table, [words, *_notes_on_steps(found)])
+
+
+def _claims(methods: pd.DataFrame) -> Iterator[Sheet]:
+    """One table: a line for each claim, budget and length, with the models on which it holds."""
+    lines = []
+    for claim in SAYS["claims"]:
+        name = "ratio" if "ratio" in claim else "answers_difference"
+        rows = methods[methods["label"].eq(claim["label"]) & methods["apart"].eq("")]
+        rows = rows.dropna(subset=name)
+        best, worst, limit = rows[f"{name}_low"], rows[f"{name}_high"], claim[name]
+        if name != "ratio":  # the more the better, whatever the length of windows
+            best, worst, limit = -worst, -best, -limit
+            rows = rows.assign(seq_len=math.nan).drop_duplicates(["over", *SETTING])
+        verdicts = np.select(
+            [worst <= limit, best > limit], ["holds", "does not hold"], "not told apart"
+        )
+        rows = rows.assign(verdict=pd.Series(verdicts, best.index))
+        for _, found in rows.groupby(SETTING, dropna=False):
+            together = found.iloc[0]  # over all models
+            count = together["num_windows" if name == "ratio" else "num_questions"]
+            line = {
+                "claim": claim["claim"],
+                "budget (%)": metrics.ASKED_BUDGET.show(together["asked_budget"]),
+                "windows (tokens)": metrics.SEQ_LEN.show(together["seq_len"]),
+                f"{ALL_MODELS} together": f"{together['verdict']}: {_cells(together)[name]}",
+                "count": f"{count:.0f}",
+            }
+            of_models = found[found["over"] != ALL_MODELS]
+            for verdict in ("holds", "not told apart", "does not hold"):
+                models = of_models.loc[of_models["verdict"] == verdict, "over"]
+                is_all = len(models) == len(of_models) > 1
+                listed = f"all {len(models)} models" if is_all else ", ".join(models)
+                line[f"{verdict} on"] = listed or MISSING
+            lines.append(line)
+    if lines:
+        yield Sheet("claims", pd.DataFrame(lines))
+
+
+# A terminal, and the sentence of the report
+
+
+def shortest(methods: pd.DataFrame) -> pd.DataFrame:
+    """The compared methods of the first board on its shortest windows, at README's budget or else
+    at the smallest."""
+    compared = first_board(methods)
+    compared = compared[compared["apart"] == ""]
+    asked = SAYS["readme"]["budget"]
+    if not compared["asked_budget"].eq(asked).any():
+        asked = compared["asked_budget"].min()
+    at_budget = compared[compared["asked_budget"] == asked]
+    return at_budget[at_budget["seq_len"] == at_budget["seq_len"].min()]
+
+
+def printed(methods: pd.DataFrame) -> str:
+    """The methods of `shortest` for a terminal: the closest, one's own, and what the table says. ""
+    without any."""
+    found = shortest(methods)
+    if found.empty:
+        return ""
+    is_own = found["shipped"] != "yes"
+    closest = found[~is_own].index[: max(0, MAX_ROWS - is_own.sum())]
+    shown = found[is_own | found.index.isin(closest)]
+    marked, of_own = mark_own(shown, "label")
+    table = _table(marked, ["label", "rank", "ratio", "answers_difference", *OF_SHARES], "-")
+    table.columns = ["method", "rank", metrics.RATIO.heading, "answers", *SHARES]
+    words = "Brackets: 95 % intervals. Answers: minus the full cache's, in points."
+    notes = [words, _counts(found.iloc[0]), *_notes_on_answers(shown), *of_own]
+    if len(shown) < len(found):
+        which = ", the closest and one's own" if 0 < is_own.sum() < len(found) else ", the closest"
+        notes.append(f"{len(shown)} of {len(found)} methods{which}.")
+    sheet = Sheet(f"board, {_setting(found.iloc[0])}", table, notes)
+    return f"{terminal(alike_in_title(sheet))}\n\n{wrapped(said(methods))}"
+
+
+def said(methods: pd.DataFrame) -> str:
+    """What the methods of `shortest` show, in sentences; "" without any."""
+    found = shortest(methods)
+    if found.empty:
+        return ""
+    near, is_own = found.iloc[0], found["shipped"] != "yes"
+    models = f"{near['num_models']:.0f} models" if near["num_models"] > 1 else near["model"]
+    sentences = [
+        f"Of {len(found)} methods ({_setting(near)}, {models}) {near['label']} is closest to "
+        f"the full cache: its KL is {_cells(near)['ratio']} times that of the oracle, which "
+        f"selects by the exact scores. {(found['ratio_high'] < 1).sum()} are certainly (95 %) "
+        f"closer than the oracle, {(found['ratio_low'] > 1).sum()} certainly farther."
+    ]
+    for row in found[is_own].to_dict("records") if not is_own.all() else ():
+        cells = _cells(row)
+        place = f"rank {cells['rank']}, KL {cells['ratio']} times the oracle's"
+        sentences.append(f"{row['label']}: {place}.")
+    return " ".join(sentences)
+
+
+# The command
 
 
 def shown(results: Path) -> str:
     """What is printed once the board is written: its table, and the page's path. Raises as
     `write`."""
-    page = write(results)
+    path = write(results)
     methods = read_frame(results / "tables" / f"{METHODS}.csv")
-    return f"{board_page.printed(methods)}\n\n{page}".strip()
+    return f"{printed(methods)}\n\n{path}".strip()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,27 +1,41 @@
-"""Rows of the board: each method's KL beside the oracle's, its rank, answers, memory and step.
+"""Rows of the board: the evidence of records, and of it each method's KL beside the oracle's, its
+rank, answers, memory and step.
 
-Methods are compared at a setting: a board, an asked budget and a length of windows. A board is over
-all models or of one. The oracle's windows are what is compared: a method that lacks some of them,
-or cannot have the budget, stands apart. A window is known by model, text and place, a context of
-questions by model, task and number. `harness/results/stats.py` has the statistics.
+The evidence is three tables that `experiment=board` writes: a row for each window of a text, each
+context of a task and each timed decode step. The board is made of these alone, so results without
+their records can be shipped, joined and extended.
+
+A board is over all models or of one. Methods are compared at a setting, which is an asked budget
+and a length of windows. The oracle's windows are what is compared: a method that lacks some of
+them, or cannot have the budget, stands apart. A window is known by model, text and place, a context
+of questions by model, task and number. `harness/results/stats.py` has the statistics.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from harness.results.board_evidence import step_at
+from harness.errors import UserError
+from harness.results.columns import IDENTITY, TABLES, read_frame, with_columns
 from harness.results.metrics import BUDGET, DENSE_LAYERS, EQUAL
-from harness.results.samples import FULL
+from harness.results.record import Record, in_words
+from harness.results.samples import FULL, is_full
 from harness.results.sheet import show_range
 from harness.results.stats import LEVEL, estimates, holm, unseen_rate
+from harness.settings.kinds import OF_CODECS
+from harness.settings.paths import COMMAND, models_beside, table_to_read
 
-SETTING, WINDOW = ["over", "asked_budget", "seq_len"], ["model", "part", "place"]
-METHOD = ["label", "own_budget"]
-"""A method at the budget that was asked for, which is NaN where it has none to set."""
+TEXTS, ANSWERS, STEPS = "board-texts", "board-answers", "board-steps"
+SHAPES = {TEXTS: "board_texts", ANSWERS: "board_answers", STEPS: "board_steps"}
+"""The tables of evidence."""
+WINDOW = ["model", "part", "place"]
+OF_SHARES = ["budget", "device_frac", "resident_frac"]
 ENDS = ["mean", "low", "high"]
 ALL_MODELS = "all models"
 LEAST_KL = 1e-6
@@ -33,134 +47,288 @@ OWN_BUDGET = "reads at a budget of its own"
 """Why a method without a budget is not compared."""
 MODELLED = "modelled"
 """`step_source` of a step that was timed at another budget, or over other codes."""
+SAME_STEP = 0.01
+"""Step times that differ by at most this share count as equal."""
+
+
+# The evidence of records
+
+
+def evidence_of(records: Iterable[Record]) -> dict[str, pd.DataFrame]:
+    """The tables of finished records, by name; of two runs of one identity the newer counts."""
+    parts = {name: [pd.DataFrame(columns=[*TABLES[SHAPES[name]], "ran"])] for name in SHAPES}
+    for record in sorted(records, key=itemgetter("started")):
+        table = {"tasks": ANSWERS, "latency": STEPS}.get(record["kind"], TEXTS)
+        parts[table].append(MEASURED[table](record).assign(**_run(record)))
+    tables = {name: pd.concat(frames) for name, frames in parts.items()}
+    # Timed runs are labelled by their system; here by the same method's run on texts or tasks.
+    others = pd.concat([tables[TEXTS], tables[ANSWERS]]).drop_duplicates("ran", keep="last")
+    steps = tables[STEPS]
+    steps["label"] = steps["ran"].map(others.set_index("ran")["label"]).fillna(steps["label"])
+    for name, frame in tables.items():
+        runs = frame.groupby(list(IDENTITY[SHAPES[name]]), dropna=False)["run_id"]
+        tables[name] = frame[frame["run_id"] == runs.transform("last")].fillna(
+            {"source": "measured"}
+        )
+    return tables
+
+
+def _run(record: Record) -> dict[str, Any]:
+    """The columns that say what a run is of."""
+    config = record["config"]
+    ran = [config["model"]["name"], config["method_name"], config.get("method")]
+    ran += [config.get(name) for name in OF_CODECS]
+    return {
+        "experiment": record["experiment"],
+        "model": config["model"]["name"],
+        "method": config["method_name"],
+        "codec": "/".join(filter(None, (config["codec"], config.get("value_codec")))),
+        "label": config["label"],
+        "settings": in_words(record["settings"]),
+        "asked_budget": config["budget"],
+        "dense_layers": None if is_full(record) else config["method"].get("dense_layers"),
+        "run_id": record["run_id"],
+        "ran": json.dumps(ran, sort_keys=True),
+    }
+
+
+def _windows(record: Record) -> pd.DataFrame:
+    """The windows of a run on a text."""
+    ((text, entries),) = record["metrics"].items()
+    if record["when"] != "kept":
+        family = "oracle" if record["when"] == "true_scores" else "retrieves"
+    elif record["config"]["budget"] is not None:
+        family = "evicts"
+    else:
+        family = "reads all" if entries["budget"] == 1 else "codes"
+    windows = pd.DataFrame(record["samples"]["windows"], columns=["place", "kl_nats", "budget"])
+    of_run = {"text": Path(text).name, "seq_len": record["config"]["seq_len"], "family": family}
+    of_run |= {name: entries.get(name) for name in OF_SHARES[1:]}
+    return windows.assign(window=windows.index, **of_run)
+
+
+def _answers(record: Record) -> pd.DataFrame:
+    """The contexts of the tasks that are scored by `acc`."""
+    parts = []
+    for task, entries in record["metrics"].items():
+        samples = record["samples"].get(task, ())
+        answers = pd.DataFrame(samples, columns=["acc", "context", "context_tokens"])
+        of_contexts = answers.dropna(subset="acc").groupby("context")
+        right, asked = of_contexts["acc"].sum(), of_contexts.size()
+        prompt_len, shares = of_contexts["context_tokens"].max(), map(entries.get, OF_SHARES)
+        of_task = {"task": task, "context_id": right.index, "right": right, "asked": asked}
+        of_task |= {"prompt_len": prompt_len} | dict(zip(OF_SHARES, shares, strict=True))
+        parts.append(pd.DataFrame(of_task))
+    return pd.concat(parts)
+
+
+def _steps(record: Record) -> pd.DataFrame:
+    """The step of a timed run; no row if no transfer was counted."""
+    step = timed_step(record["metrics"])
+    return pd.DataFrame([step] if step else [])
+
+
+MEASURED = {TEXTS: _windows, ANSWERS: _answers, STEPS: _steps}
+"""What a run measured, by table."""
+
+
+# Seconds of a decode step: of a timed run, and a model of them at another budget. Seconds of
+# compute stay as timed, bytes over the link grow with the budget. As in live decoding, tokens that
+# are selected a layer ahead are transferred during compute; `late_bytes`, selected by a layer's own
+# query, are waited for.
+
+
+def step_seconds(step: Any) -> Any:
+    """Seconds of a decode step over its link, or of a frame of them."""
+    rate, late_s = step["link_bytes_per_s"], step["late_bytes"] / step["link_bytes_per_s"]
+    return np.maximum(step["compute_s"], step["link_bytes"] / rate - late_s) + late_s
+
+
+def timed_step(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The decode step of a timed run, the mean over its steps; {} if no transfer was counted."""
+    if metrics["h2d_bytes"] is None:
+        return {}
+    steps = metrics["gen_len"] - 1
+    setup = ("source", "platform", "batch_size", "prompt_len", "gen_len", "link_bytes_per_s")
+    return {name: metrics.get(name) for name in (*setup, "budget")} | {
+        "compute_s": (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps,
+        "link_bytes": metrics["h2d_bytes"] / steps,
+        "late_bytes": metrics["late_bytes"] / steps,
+        "step_s": metrics["decode_s"] / steps,
+    }
+
+
+def step_at(step: Any, ratio: Any, dense_layers: Any) -> Any:
+    """Seconds of a timed step, or of a frame of them, where it reads `ratio` times as much; NaN
+    where the rate of the link is not known.
+
+    The bytes of the dense layers, where there are any the only ones that a late method transfers
+    ahead, are the same at any budget.
+    """
+    ahead, link_bytes = step["link_bytes"] - step["late_bytes"], step["link_bytes"] * ratio
+    is_fixed = (dense_layers > 0) & (step["late_bytes"] > 0)
+    late_bytes = np.maximum(0, link_bytes - ahead * np.where(is_fixed, 1, ratio))
+    scaled = {**step, "link_bytes": link_bytes, "late_bytes": late_bytes}
+    return step["step_s"] + step_seconds(scaled) - step_seconds(step)
+
+
+# The evidence of a results folder
+
+
+def read(results: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Windows, answers and steps of a results folder, and of the folders within it.
+
+    `own_budget` is the asked one, `part` a text or task, `place` that of a window or the number of
+    a context, `line` the number of a method at its own budget. `label` says the number of dense
+    layers where a model has a method with several. Of two runs of one identity that of the earlier
+    folder counts. Raises UserError where no window has a budget, for a damaged table, and for two
+    methods with one label.
+    """
+    folders = [results, *(results / name for name in models_beside(results))]
+    windows, answers, steps = (_read(folders, name) for name in SHAPES)
+    if windows["own_budget"].isna().all():
+        none = f"no tables/{TEXTS}.csv with a budget in it or in a folder within it"
+        raise UserError(f"{results}: {none}; `{COMMAND} experiment=board` makes one")
+    windows = windows.rename(columns={"text": "part"})
+    answers = answers.rename(columns={"task": "part", "context_id": "place"})
+    rows = pd.concat([windows, answers], ignore_index=True)
+    methods = (rows["method"] + " " + rows["codec"]).str.strip()
+    for label, found in methods.groupby(rows["label"]):
+        if found.nunique() > 1:
+            two = f"two methods have it ({', '.join(sorted(found.unique()))})"
+            raise UserError(f"label={label}: {two}; give each its own")
+    same = ["label", "model", "own_budget", "seq_len", "part"]
+    numbers = rows.groupby(same, dropna=False)["dense_layers"].transform("nunique", dropna=False)
+    several = rows.loc[numbers > 1, "label"].unique()
+    for frame in (rows, steps):
+        layers = frame["dense_layers"].fillna(0).astype(int).astype(str)
+        whole = frame["label"] + ", " + layers + " dense layers"
+        frame["label"] = frame["label"].mask(frame["label"].isin(several), whole)
+    rows["line"] = rows.groupby(["label", "own_budget"], dropna=False).ngroup()
+    is_window = rows["kl_nats"].notna()
+    return rows[is_window], rows[~is_window], steps
+
+
+def _read(folders: Sequence[Path], name: str) -> pd.DataFrame:
+    """A table of all folders, its `asked_budget` as `own_budget`."""
+    frames = [with_columns(pd.DataFrame(), SHAPES[name]).assign(folder=0)]
+    for number, folder in enumerate(folders):
+        path = table_to_read(folder, f"{name}.csv")
+        if path is not None:
+            frames.append(read_frame(path).assign(folder=number))
+    rows = pd.concat(frames, ignore_index=True)
+    of_run = rows.groupby(list(IDENTITY[SHAPES[name]]), dropna=False)["folder"]
+    return rows[rows["folder"] == of_run.transform("min")].rename(
+        columns={"asked_budget": "own_budget"}
+    )
+
+
+# The boards
 
 
 def board_of(
     windows: pd.DataFrame, answers: pd.DataFrame, steps: pd.DataFrame
 ) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
-    """The board over all models, then one of each, from the evidence of `board_evidence.read`.
+    """The board over all models, then one of each, from the evidence of `read`.
 
     A model counts in the means over all if at least half as many methods ran at a budget on it as
     on the model with the most. So a method that ran on one more model stays comparable with the
     others.
 
-    Returns rows of `columns.BOARD`, those of `columns.BOARD_PAIRS` for the first board, and the
+    Returns rows of the shape `board`, those of `board_pairs` for the first board, and the
     models over which no mean goes.
     """
+    windows = windows.assign(log=np.log(windows["kl_nats"].where(windows["kl_nats"] > LEAST_KL)))
     models = pd.concat([windows["model"], answers["model"]]).unique()
-    methods = windows.dropna(subset="own_budget").drop_duplicates(["model", *METHOD])
+    methods = windows.dropna(subset="own_budget").drop_duplicates(["model", "line"])
     num_methods = methods["model"].value_counts().reindex(models, fill_value=0)
     together = list(models[2 * num_methods >= num_methods.max()])
     first = ALL_MODELS if len(together) > 1 else together[0]
-    boards = {first: together} | {model: [model] for model in models if model != first}
-    windows, answers, steps = (_by_board(rows, boards) for rows in (windows, answers, steps))
-
-    windows = _beside_oracle(_at_budgets(windows))
-    lines, shown = _lines(windows)
-    lines["apart"] = _reasons(lines, shown)
-    compared = lines[lines["apart"] == ""]
-    pairs = _pairs(compared, shown)
-    lines = lines.join(_ranks(compared, pairs)).join(_steps(windows, steps))
-    answers["line"] = answers.groupby(["over", *METHOD], dropna=False).ngroup()
-    answers["is_missed"] = _misses_budget(answers)
-    lines = lines.merge(_beside_full(answers), on=["over", *METHOD], how="left")
-    lines["front"] = fronts(lines)
-
-    has_own = lines["has_own_windows"] | lines["has_own_answers"].eq(True)
-    lines["shipped"] = np.where(has_own, "", "yes")
-    lines = lines.assign(is_apart=lines["apart"] != "", source="measured")
-    lines = lines.fillna(dict.fromkeys(["answers_note", "step_source", "step_on"], ""))
-    lines = _sorted(lines, "is_apart", "ratio", "label")
-    pairs = _sorted(pairs[pairs["over"] == first], "line", "line_of_other")
+    boards = {first: together} | {model: [model] for model in models if num_methods[model]}
+    lines, pairs = [], []
+    for over, on in boards.items():
+        here = []
+        for rows in (windows, answers, steps):
+            counted = rows.assign(counts=rows["model"].isin(on))
+            # What the first board has on other models only says what a method lacks.
+            here.append(counted[counted["counts"] | (over == first)])
+        of_board, of_pairs = _board(*here)
+        lines.append(of_board.assign(over=over))
+        pairs.append(of_pairs)
     left_out = [model for model in models if model not in together]
-    return lines, pairs, left_out
+    return pd.concat(lines, ignore_index=True), pairs[0], left_out
 
 
-def _by_board(rows: pd.DataFrame, boards: Mapping[str, list[str]]) -> pd.DataFrame:
-    """The rows of each board. counts: whether means go over their model. What the first board has
-    on other models only says what a method lacks."""
-    words = pd.CategoricalDtype(list(boards))
-    parts: list[pd.DataFrame] = []
-    for over, models in boards.items():
-        here = rows.assign(
-            over=pd.Series(over, rows.index, words), counts=rows["model"].isin(models)
-        )
-        parts.append(here[here["counts"] | (not parts)])
-    return pd.concat(parts, ignore_index=True)
-
-
-def _at_budgets(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows by `asked_budget`; those of a method without one stand at each."""
-    asked = rows["own_budget"].dropna().unique()
-    every = pd.DataFrame({"asked_budget": asked}, dtype=float).merge(rows, how="cross")
-    return every[every["own_budget"].isna() | (every["own_budget"] == every["asked_budget"])]
-
-
-def _sorted(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Rows by board, the largest budget first, then by length and `by`."""
-    names = [*SETTING, *by]
-    ascending = [name != "asked_budget" for name in names]
-    return rows.sort_values(names, ascending=ascending, ignore_index=True)
+def _board(
+    windows: pd.DataFrame, answers: pd.DataFrame, steps: pd.DataFrame
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Lines and pairs of a board at each setting: the largest budget first, then by length; the
+    compared methods before the others, the closest first. counts: whether means go over a row's
+    model."""
+    beside_full, timed = _beside_full(answers), _timed_alike(steps)
+    lines, pairs = [], []
+    for budget in sorted(windows["own_budget"].dropna().unique(), reverse=True):
+        at_budget = windows[windows["own_budget"].isin([budget, math.nan])]
+        for seq_len, here in at_budget.groupby("seq_len"):
+            if here["own_budget"].isna().all():
+                continue
+            setting = {"asked_budget": budget, "seq_len": seq_len}
+            found, tested = _beside_oracle(here)
+            found = found.join(_step_of_lines(here, timed)).join(beside_full)
+            order = found.assign(is_apart=found["apart"] != "")
+            order = order.sort_values(["is_apart", "ratio", "label"])
+            lines.append(found.loc[order.index].assign(**setting))
+            pairs.append(tested.assign(**setting))
+    found = pd.concat(lines, ignore_index=True)
+    has_own = found["has_own_windows"] | found["has_own_answers"].eq(True)
+    found = found.assign(front=fronts(found), shipped=np.where(has_own, "", "yes"))
+    return found.assign(source="measured"), pd.concat(pairs, ignore_index=True)
 
 
 def _misses_budget(rows: pd.DataFrame) -> pd.Series:
-    """Whether a line reads another budget than it was asked for on any model and text or task.
-    False where none was asked for."""
-    read = rows.groupby(["line", "model", "part"])["budget"].transform("mean")
-    is_off = (read - rows["own_budget"]).abs() > EQUAL
-    return is_off.groupby(rows["line"]).transform("any")
+    """By line, whether it reads another budget than it was asked for on any model and text or task.
+    Lines without a budget are left out."""
+    read = rows.groupby(["line", "own_budget", "model", "part"])["budget"].mean()
+    is_off = (read - read.index.get_level_values("own_budget")).abs() > EQUAL
+    return is_off.groupby("line").any()
 
 
-def _beside_oracle(windows: pd.DataFrame) -> pd.DataFrame:
-    """Windows at the settings at which a method has the budget, beside the oracle's.
-
-    line: the number of a method at a setting. reference: the oracle's label, "" without one.
-    is_shared: whether the oracle has the window too, on a model that counts. log, oracle_log:
-    the logarithms of the two KL, NaN where it is rounding.
-    """
-    windows = windows[windows.groupby(SETTING)["own_budget"].transform("count") > 0]
-    windows = windows.assign(
-        line=windows.groupby([*SETTING, *METHOD], sort=False, dropna=False).ngroup(),
-        log=np.log(windows["kl_nats"].where(windows["kl_nats"] > LEAST_KL)),
-        order=windows["method"].map({name: place for place, name in enumerate(ORACLES)}),
-        weight=1,
-    )
-    windows["is_missed"] = _misses_budget(windows)
-    has_budget = windows["own_budget"].notna() & (windows["codec"] == "")
-    oracles = windows[windows["order"].notna() & has_budget & windows["counts"]]
-    oracles = oracles.sort_values("order", kind="stable")
-    first = oracles.drop_duplicates(SETTING)
-    oracle = oracles.loc[oracles["line"].isin(first["line"]), [*SETTING, *WINDOW, "log"]]
-    reference = first[[*SETTING, "label"]].rename(columns={"label": "reference"})
-    windows = windows.merge(reference, on=SETTING, how="left").fillna({"reference": ""})
-    oracle = oracle.rename(columns={"log": "oracle_log"}).assign(is_shared=True)
-    windows = windows.merge(oracle, on=[*SETTING, *WINDOW], how="left")
-    return windows.assign(is_shared=windows["is_shared"].eq(True))
-
-
-def _lines(windows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """A line for each method at a setting: what it is, its KL, its ratio and its shares; and the
-    windows that it shows, which are those that the oracle has too, or all if there are none."""
-    has_shared = windows.groupby("line")["is_shared"].transform("any")
-    shown = windows[windows["is_shared"] | ~has_shared]
-    of_lines = shown.groupby("line")
-    same = [*SETTING, *METHOD, "method", "codec", "family", "reference", "is_missed"]
-    lines = of_lines[same].first()
+def _beside_oracle(here: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Lines and pairs of a setting, from the windows of its methods."""
+    is_oracle = here["method"].isin(ORACLES) & here["codec"].eq("") & here["own_budget"].notna()
+    oracles = here[is_oracle & here["counts"]].sort_values("method", kind="stable")
+    reference = oracles["line"].head(1)
+    oracle = oracles[oracles["line"].isin(reference)].set_index(WINDOW)["log"]
+    is_shared = pd.Series(pd.MultiIndex.from_frame(here[WINDOW]).isin(oracle.index), here.index)
+    # A line shows the windows that the oracle has too, or all if there are none.
+    shown = here[is_shared | ~is_shared.groupby(here["line"]).transform("any")]
+    of_lines = shown.groupby("line", sort=False)
+    lines = of_lines[["label", "own_budget", "method", "codec", "family"]].first()
     lines["model"] = of_lines["model"].agg(lambda models: ", ".join(models.unique()))
     lines["num_models"], lines["num_windows"] = of_lines["model"].nunique(), of_lines.size()
+    places = shown.drop_duplicates(["line", "part", "place"])
+    lines["num_places"] = places.groupby("line").size()
     lines["dense_numbers"] = of_lines["dense_layers"].agg(_in_words)
-    lines["has_own_windows"] = shown["shipped"].ne("yes").groupby(shown["line"]).any()
-    shares = ["budget", "device_frac", "resident_frac"]
-    of_models = shown.groupby(["line", "model"])[shares].mean().groupby("line")
+    lines["has_own_windows"] = of_lines["shipped"].agg(lambda shipped: shipped.ne("yes").any())
+    of_models = shown.groupby(["line", "model"])[OF_SHARES].mean().groupby("line")
     lines = lines.join(of_models.min().add_suffix("_low")).join(of_models.max().add_suffix("_high"))
-    kl = estimates(shown.assign(value=shown["log"]), ["line"])
-    lines["kl_nats"], lines["num_places"] = np.exp(kl["mean"]), kl["num_places"]
-    shared = shown[shown["is_shared"]]
-    beside = shared.assign(value=shared["log"] - shared["oracle_log"])
-    lines = lines.join(_ratios(estimates(beside, ["line"], over_models=True)))
-    ends = ["ratio_low", "ratio_high"]
-    lines[ends] = lines[ends].mask(lines["label"] == lines["reference"])  # 1 by its meaning
-    return lines, shown
+
+    zeros = lines["num_windows"] - of_lines["log"].count()
+    logs = shown[shown["line"].map(zeros).eq(0)].pivot(index=WINDOW, columns="line", values="log")
+    lines["kl_nats"] = np.exp(estimates(logs)["mean"])
+    logs = logs.reindex(oracle.index)
+    beside = logs.sub(oracle if oracle.notna().all() else math.nan, axis=0)
+    lines = lines.join(_ratios(estimates(beside, over_models=True)))
+    lines.loc[reference, ["ratio_low", "ratio_high"]] = math.nan  # its ratio is 1 by its meaning
+    facts = lines.assign(
+        is_missed=_misses_budget(here),
+        num_zeros=zeros,
+        lacks=_lacking(shown, oracle.index),
+    )
+    lines["apart"] = ["; ".join(_why_apart(line, oracle)) for line in facts.itertuples()]
+    compared = lines[lines["apart"] == ""]
+    pairs = _pairs(compared, logs)
+    return lines.join(_ranks(compared, pairs)), pairs
 
 
 def _in_words(dense_layers: pd.Series) -> str:
@@ -173,29 +341,12 @@ def _ratios(found: pd.DataFrame) -> pd.DataFrame:
     return ends.apply(np.exp).join(found["degrees"])
 
 
-# Why a method is not compared
-
-
-def _reasons(lines: pd.DataFrame, shown: pd.DataFrame) -> list[str]:
-    """In words, why each line is not compared with the others; "" if it is."""
-    is_oracle = (shown["label"] == shown["reference"]) & shown["own_budget"].notna()
-    oracle = shown.loc[is_oracle, [*SETTING, *WINDOW, "log"]]
-    due = lines[SETTING].reset_index().merge(oracle, on=SETTING)
-    due_logs, logs = due.groupby("line")["log"], shown.groupby("line")["log"]
-    facts = lines.assign(
-        num_due=due_logs.size(),
-        num_zeros_due=due_logs.size() - due_logs.count(),
-        num_zeros=logs.size() - logs.count(),
-        lacks=_lacking(due, shown),
-    )
-    return ["; ".join(_why_apart(line)) for line in facts.itertuples()]
-
-
-def _why_apart(line: Any) -> Iterator[str]:
-    if not line.reference:
+def _why_apart(line: Any, oracle: pd.Series) -> Iterator[str]:
+    """In words, why a line is not compared with the others; nothing if it is."""
+    if oracle.empty:
         yield "the oracle has no windows here"
-    elif line.num_zeros_due:
-        yield f"the oracle's KL is 0 in {line.num_zeros_due:.0f} of {line.num_due:.0f} windows"
+    elif oracle.isna().any():
+        yield f"the oracle's KL is 0 in {oracle.isna().sum()} of {len(oracle)} windows"
     elif line.method == FULL and not line.codec:
         yield "the full cache itself, whose KL is 0"
     else:
@@ -204,140 +355,131 @@ def _why_apart(line: Any) -> Iterator[str]:
         elif line.is_missed:
             read = show_range(BUDGET, (line.budget_low, line.budget_high), " to ")
             yield f"cannot have this budget: reads {read} %"
-        if pd.notna(line.lacks):
+        if line.lacks:
             yield f"lacks {line.lacks}"
         if line.num_zeros:
             of_all = f"{line.num_zeros} of {line.num_windows} windows"
             yield f"its KL is 0 in {of_all}, which has no ratio"
 
 
-def _lacking(due: pd.DataFrame, own: pd.DataFrame) -> pd.Series:
-    """In words, by `line`, which due windows or contexts are missing: whole models, whole texts of
-    a model, or so many. Lines that lack nothing are left out."""
-    on_model, on_part = due.groupby(["line", "model"]), due.groupby(["line", "model", "part"])
-    due = due.assign(on_model=on_model["place"].transform("size"))
-    due = due.assign(on_part=on_part["place"].transform("size"))
-    key = ["line", *WINDOW]
-    missing = due.merge(own[key], on=key, how="left", indicator="side")
-    missing = missing[missing["side"] == "left_only"]
-    found = {}
-    for line, rows in missing.groupby("line"):
+def _lacking(rows: pd.DataFrame, due: pd.MultiIndex) -> pd.Series:
+    """By line, which due windows or contexts are not among its rows, in words: whole models, whole
+    texts of a model, or so many."""
+
+    def in_words(is_there: pd.Series) -> str:
         words = []
-        for model, of_model in rows.groupby("model", sort=False):
-            if len(of_model) == of_model["on_model"].iloc[0]:
+        for model, of_model in is_there.groupby("model", sort=False) if not is_there.all() else ():
+            if not of_model.any():
                 words.append(str(model))
                 continue
             for part, of_part in of_model.groupby("part", sort=False):
-                total = of_part["on_part"].iloc[0]
-                count = "" if len(of_part) == total else f"{len(of_part)} of {total} of "
-                words.append(f"{count}{part} on {model}")
-        found[line] = ", ".join(words)
-    return pd.Series(found, dtype=object)
+                count = f"{(~of_part).sum()} of {len(of_part)} of " if of_part.any() else ""
+                if not of_part.all():
+                    words.append(f"{count}{part} on {model}")
+        return ", ".join(words)
+
+    there = rows.assign(there=True).pivot(index=WINDOW, columns="line", values="there")
+    return there.reindex(due).notna().apply(in_words)
 
 
-# Pairs and ranks
-
-
-def _pairs(compared: pd.DataFrame, shown: pd.DataFrame) -> pd.DataFrame:
-    """The tests of all pairs of compared lines, with Holm's correction at each setting."""
-    windows = shown.loc[shown["line"].isin(compared.index), ["line", *SETTING, *WINDOW, "log"]]
-    both = windows.merge(windows, on=[*SETTING, *WINDOW], suffixes=("", "_of_other"))
-    both = both[both["line"] < both["line_of_other"]]
-    both = both.assign(value=both["log"] - both["log_of_other"], weight=1)
-    found = estimates(both, ["line", "line_of_other"])
-    pairs = _ratios(found).join(found["p"]).reset_index()
-    pairs = pairs.join(compared[["model", *SETTING, "label"]], on="line")
-    pairs = pairs.join(compared["label"].rename("other"), on="line_of_other")
-    pairs["p_holm"] = pairs.groupby(SETTING)["p"].transform(holm)
+def _pairs(compared: pd.DataFrame, logs: pd.DataFrame) -> pd.DataFrame:
+    """The tests of all pairs of compared lines, with Holm's correction."""
+    first, other = (compared.index[places] for places in np.triu_indices(len(compared), 1))
+    differences = pd.DataFrame(logs[first].to_numpy() - logs[other].to_numpy(), logs.index)
+    found = estimates(differences)
+    pairs = _ratios(found).assign(p=found["p"], p_holm=holm(found["p"]), source="measured")
+    pairs["model"] = compared["model"][first].to_numpy()
+    pairs["label"] = compared["label"][first].to_numpy()
+    pairs["other"] = compared["label"][other].to_numpy()
     closer = pairs["label"].where(pairs["ratio"] < 1, pairs["other"])
-    pairs["closer"] = closer.where(pairs["p_holm"] <= LEVEL, "")
-    return pairs.assign(source="measured")
+    return pairs.assign(closer=closer.where(pairs["p_holm"] <= LEVEL, ""))
 
 
 def _ranks(compared: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
     """Places of the compared lines by their ratio; equal ratios share one. A method may have any
     from 1 + the methods certainly closer to all less those certainly farther."""
     certain = pairs[pairs["closer"] != ""]
-    is_first = certain["closer"] == certain["label"]
-    first, second = certain["line"], certain["line_of_other"]
-    times_closer = first.where(is_first, second).value_counts()
-    times_farther = second.where(is_first, first).value_counts()
-    of_setting = compared.groupby(SETTING)
-    count = of_setting["label"].transform("size")
+    closer = certain["closer"]
+    farther = certain["other"].where(closer == certain["label"], certain["label"])
+    num_farther, num_closer = (
+        compared["label"].map(labels.value_counts()).fillna(0) for labels in (closer, farther)
+    )
     ranks = {
-        "num_compared": count,
-        "rank": of_setting["ratio"].rank(method="min"),
-        "rank_low": 1 + times_farther.reindex(compared.index, fill_value=0),
-        "rank_high": count - times_closer.reindex(compared.index, fill_value=0),
+        "num_compared": len(compared),
+        "rank": compared["ratio"].rank(method="min"),
+        "rank_low": 1 + num_closer,
+        "rank_high": len(compared) - num_farther,
     }
-    return pd.DataFrame(ranks)
+    return pd.DataFrame(ranks, compared.index)
 
 
 # Answers
 
 
-def _gaps(own: pd.DataFrame, other: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Estimates of the difference of two methods' shares of right answers, by group.
+def _beside_full(answers: pd.DataFrame) -> pd.DataFrame:
+    """By line: the share of right answers, its difference to the full cache's, and what to know of
+    it.
 
     Contexts count on which both were asked the same questions: as many, in prompts of one length. A
-    context is known by its number alone, which other questions of the task have too. With `share`,
-    the own one, `num_questions`, and whether either budget `is_missed`. Where no context differs
-    from another, which a few contexts do not make impossible, the interval is that of the largest
-    unseen rate.
+    context is known by its number alone, which other questions of the task have too. Where no
+    context differs from another, which a few contexts do not make impossible, the interval is that
+    of the largest unseen rate.
     """
-    same = ["over", *WINDOW, "asked", "prompt_len", *(name for name in by if name in other)]
-    both = own.merge(other, on=list(dict.fromkeys(same)), suffixes=("", "_of_other"))
+    is_full = (answers["method"] == FULL) & (answers["codec"] == "")
+    full = answers[is_full & answers["counts"]]
+    full = full[full["line"].isin(full["line"].head(1))]
+    same = [*WINDOW, "asked", "prompt_len"]
+    both = answers.merge(full[[*same, "right"]], on=same, suffixes=("", "_of_full"))
     share = both["right"] / both["asked"]
-    both = both.assign(weight=both["asked"], value=share - both["right_of_other"] / both["asked"])
-    found = estimates(both, by, over_models=True)
+    both = both.assign(share=share, difference=share - both["right_of_full"] / both["asked"])
+    shares, differences = (
+        both.pivot(index=same, columns="line", values=name) for name in ("share", "difference")
+    )
+    asked = shares.index.to_frame()["asked"]
+    found = estimates(differences, asked, over_models=True)
     unseen, is_alike = found["num_places"].map(unseen_rate), found["low"] == found["high"]
     found["low"] = found["low"].mask(is_alike, found["mean"] - unseen)
     found["high"] = found["high"].mask(is_alike, found["mean"] + unseen)
-    found["share"] = estimates(both.assign(value=share), by)["mean"]
-    groups = both.assign(is_missed=both["is_missed"] | both["is_missed_of_other"]).groupby(by)
-    found["num_questions"], found["is_missed"] = groups["asked"].sum(), groups["is_missed"].any()
-    return found
 
-
-def _beside_full(answers: pd.DataFrame) -> pd.DataFrame:
-    """The share of right answers of each board's methods, its difference to the full cache's, and
-    what to know of it."""
-    is_full = (answers["method"] == FULL) & (answers["codec"] == "")
-    full = answers[is_full & answers["counts"]]
-    full = full[full["line"].isin(full.drop_duplicates("over")["line"])].drop(columns="line")
-    found = _gaps(answers, full, ["line"])
     of_lines = answers.groupby("line")
-    methods = of_lines[["over", *METHOD, "is_missed"]].first()
-    methods["has_own_answers"] = answers["shipped"].ne("yes").groupby(answers["line"]).any()
-    counts = ["num_questions", "num_contexts"]
-    methods[["answers", *counts]] = found[["share", "num_questions", "num_places"]]
+    has_own = of_lines["shipped"].agg(lambda shipped: shipped.ne("yes").any())
+    lines = pd.DataFrame({"has_own_answers": has_own})
+    lines["answers"] = estimates(shares, asked)["mean"]
+    lines["num_questions"] = both.groupby("line")["asked"].sum()
+    lines["num_contexts"] = found["num_places"]
     others = found[~found.index.isin(answers.loc[is_full, "line"])]
-    methods[[f"answers_difference{end}" for end in ("", "_low", "_high")]] = others[ENDS]
-    read = answers.groupby(["line", "model"])["budget"].mean().groupby("line")
-    reads = read.agg(lambda budgets: f"reads {show_range(BUDGET, budgets, ' to ')} % on the tasks")
-    due = methods["over"].reset_index().merge(full[["over", *WINDOW]], on="over")
-    words = {"reads": reads[methods["is_missed"]], "lacks": "lacks " + _lacking(due, answers)}
-    notes = pd.DataFrame(words, index=found.index)
-    methods["answers_note"] = notes.apply(lambda parts: "; ".join(parts.dropna()), axis=1)
-    return methods.drop(columns="is_missed")
+    lines[[f"answers_difference{end}" for end in ("", "_low", "_high")]] = others[ENDS]
+    missed = _misses_budget(answers)
+    read = answers.groupby(["line", "model"])["budget"].mean()
+    lacking = _lacking(answers, pd.MultiIndex.from_frame(full[WINDOW]))
+    notes = {}
+    for line in found.index:
+        reads = f"reads {show_range(BUDGET, read[line], ' to ')} % on the tasks"
+        lacks = f"lacks {lacking[line]}" if lacking[line] else ""
+        notes[line] = "; ".join(filter(None, (missed.get(line) and reads, lacks)))
+    return lines.assign(answers_note=pd.Series(notes, dtype=object))
 
 
 # Decode steps
 
 
-def _steps(windows: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """`step_s`, `step_source` and `step_on` of the lines whose method was timed.
+def _timed_alike(steps: pd.DataFrame) -> pd.DataFrame:
+    """The steps of one model, machine, batch and prompt length, so that they compare: that where
+    most were timed."""
+    setup = ["model", "platform", "batch_size", "prompt_len"]
+    counted = steps[steps["counts"]]
+    most = counted.groupby(setup, sort=False).size().nlargest(1)
+    return counted.merge(most.reset_index()[setup])
 
-    All steps of a board are of one model, machine, batch and prompt length, so that they compare:
-    that where most were timed. Lines of other lengths of windows have none.
-    """
-    setup = ["over", "model", "platform", "batch_size", "prompt_len"]
-    steps = steps[steps["counts"]].rename(columns={"label": "run_label"})
-    most = steps.groupby(setup, sort=False).size().sort_values(ascending=False, kind="stable")
-    steps = steps.merge(most.reset_index()[setup].drop_duplicates("over"), on=setup)
-    read = windows.groupby(["line", "model"])["budget"].transform("mean")
-    here = windows.assign(budget=read, prompt_len=windows["seq_len"])
-    same = ["over", "model", "prompt_len", "method", "codec", "run_label", "dense_layers"]
+
+def _step_of_lines(here: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """`step_s`, `step_source` and `step_on` of the lines whose method was timed. Lines of other
+    lengths of windows than the prompts have none."""
+    here = here.assign(
+        budget=here.groupby(["line", "model"])["budget"].transform("mean"),
+        prompt_len=here["seq_len"],
+    )
+    same = ["model", "prompt_len", "method", "codec", "label", "dense_layers"]
     timed = here.drop_duplicates(["line", "model"]).merge(steps, on=same, suffixes=("", "_timed"))
     timed["is_timed"] = timed["own_budget"].fillna(0) == timed["own_budget_timed"].fillna(0)
     timed = timed.sort_values("is_timed", ascending=False, kind="stable").drop_duplicates("line")
@@ -358,28 +500,24 @@ def _steps(windows: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 # Fronts
 
 
-def traffic(rows: Any) -> Any:
-    """Bytes that a step moves over the link and reads on the device, of the full cache's; the mean
-    of the models' least and largest. What is left after an eviction is small and lies on the
-    device."""
-    is_over_link = rows["family"] != "evicts"
-    return is_over_link * _middle(rows, "budget") + _middle(rows, "device_frac")
+def costs_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """What a step of a method costs, by the name of the front: shares of the full cache that it
+    moves over the link and reads on the device, the mean of the models' least and largest; its
+    share that is resident, on the model with the largest; seconds.
 
-
-def _middle(rows: Any, name: str) -> Any:
-    return (rows[f"{name}_low"] + rows[f"{name}_high"]) / 2
-
-
-COSTS: Mapping[str, Callable[[Any], Any]] = {
-    "link": lambda rows: _middle(rows, "budget"),
-    "link + device": traffic,
-    "resident": itemgetter("resident_frac_high"),
-    "step time": itemgetter("step_s"),
-}
-"""What a step of a method costs, by the name of the front. Resident: on the model with
-the largest share."""
-SAME_STEP = 0.01
-"""Step times that differ by at most this share count as equal."""
+    What is left after an eviction is small and lies on the device.
+    """
+    link, device = (
+        (rows[f"{name}_low"] + rows[f"{name}_high"]) / 2 for name in ("budget", "device_frac")
+    )
+    return pd.DataFrame(
+        {
+            "link": link,
+            "link + device": link.mask(rows["family"] == "evicts", 0) + device,
+            "resident": rows["resident_frac_high"],
+            "step time": rows["step_s"],
+        }
+    )
 
 
 def is_whole(rows: pd.DataFrame) -> pd.Series:
@@ -390,17 +528,17 @@ def is_whole(rows: pd.DataFrame) -> pd.Series:
 def fronts(lines: pd.DataFrame) -> pd.Series:
     """The costs at which no method is closer to the full cache for no more.
 
-    Lines of a board and length are compared, of all budgets. Oracles are on no front.
+    Lines of a board are compared by length, of all budgets. Oracles are on no front.
     """
     front = pd.Series("", lines.index)
     rivals = lines[is_whole(lines) & ~lines["method"].isin(ORACLES)]
-    for _, rows in rivals.groupby(["over", "seq_len"]):
+    for _, rows in rivals.groupby("seq_len"):
         kl = rows["kl_nats"].to_numpy()
         is_closer = kl < kl[:, None]
-        for name, cost in COSTS.items():
-            costs = cost(rows).to_numpy()
+        for name, costs in costs_of(rows).items():
             limits = costs + EQUAL * (name == "link")
             limits *= 1 + SAME_STEP * (name == "step time")
-            is_beaten = (is_closer & (costs <= limits[:, None])).any(axis=1)
-            front[rows.index[~is_beaten & ~np.isnan(costs)]] += f", {name}"
+            is_cheap = costs.to_numpy() <= limits.to_numpy()[:, None]
+            is_beaten = (is_closer & is_cheap).any(axis=1)
+            front[rows.index[~is_beaten & costs.notna()]] += f", {name}"
     return front.str.removeprefix(", ")

@@ -1,155 +1,104 @@
 """The shapes of tables: the columns of each, what identifies a row, and their CSV files.
 
-Columns are declared in `harness/results/metrics.py`. The numbers that the paper gives are a table
-as well. Imports neither torch nor pandas.
+`harness/results/metrics.py` has their headings. The numbers that the paper gives are a table as
+well. Imports neither torch nor pandas.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.errors import UserError, reason
-from harness.results.metrics import (
-    COLUMNS,
-    DECODE_RATE,
-    IN_GIB,
-    OF_SOME_RUNS,
-    SEGMENTS,
-    SERVING,
-    Metric,
-    Unit,
-)
+from harness.results.metrics import COLUMNS, LARGEST, OF_SOME_RUNS, SEGMENTS, SERVING, Metric
 
 if TYPE_CHECKING:
     import pandas as pd
 
 PUBLISHED_CSV = Path(__file__).parent / "published.csv"
+WORDS = {
+    "experiment", "platform", "source", "model", "method", "codec", "label", "settings", "task",
+    "metric", "series", "x_name", "wall", "shipped", "run_id", "family", "text", "over",
+    "answers_note", "dense_numbers", "step_source", "step_on", "front", "apart", "other", "closer",
+}  # fmt: skip
+"""Columns of words. All other columns are of numbers."""
 
 
-def names(columns: Iterable[Metric]) -> tuple[str, ...]:
-    """The header of a CSV of these columns."""
-    return tuple(column.name for column in columns)
+def _tables(shapes: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    return {shape: tuple(names.split()) for shape, names in shapes.items()}
 
 
-def named(words: str) -> tuple[Metric, ...]:
-    """The columns of these names. `NAME..` stands for the ends of a number's interval."""
-    found = []
-    for word in words.split():
-        column = COLUMNS[word.removesuffix("..")]
-        if word == column.name:
-            found.append(column)
-            continue
-        unit = Unit("", column.factor)
-        for end, where in (("low", "from"), ("high", "to")):
-            heading = f"{column.words}, {where}"
-            found.append(Metric(f"{column.name}_{end}", heading, unit, column.digits))
-    return tuple(found)
-
-
-def _split(shapes: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    return {shape: tuple(words.split()) for shape, words in shapes.items()}
+def _names(columns: Sequence[Metric]) -> str:
+    return " ".join(column.name for column in columns)
 
 
 _RUN = "experiment model method codec label settings asked_budget dense_layers"
-_TIMED = "experiment platform source model method label settings batch_size prompt_len gen_len"
-ACCURACY = (
-    *named(
-        "experiment model method label settings task first stop depth metric value stderr "
-        "difference difference_stderr p gained lost detectable num_samples num_contexts "
-        "num_fewshot seq_len budget unmet_budget budget_artifact device_frac resident_frac"
-    ),
-    *OF_SOME_RUNS,
-    *named("repeats_stderr source shipped run_id"),
-)
-"""`difference` to `detectable` are to the full cache on the same questions or windows.
-`first`, `stop`, `depth`: of a range of a text's tokens, or of needles at some depth; empty for a
-whole text or task. `repeats_stderr`: of a mean over several answers to each question, over repeats
-of the same questions. `shipped`: `yes` for a row that came with the project
-(`results/write.py`)."""
-LATENCY = (
-    *named(_TIMED),
-    *SERVING,
-    *named("budget unmet_budget device_frac tokens_evicted shipped run_id"),
-    *SEGMENTS,
-)
-CAPACITY = (
-    *named(f"{_TIMED} context memory_bytes largest_batch kv_tokens wall"),
-    DECODE_RATE._replace(words="tokens/s"),
-    *named(
-        "sequence_tokens_per_s tpot_p50_s num_timed_steps equal_batch equal_tokens_per_s "
-        "model_bytes row_bytes buffer_bytes state_bytes workspace_bytes device_kv_bytes"
-    ),
-    Metric("host_kv_bytes", "KV on host", IN_GIB, 3),
-    *named("budget unmet_budget shipped run_id"),
-)
-"""A batch of a method on a device of `memory_bytes`. `largest_batch` fits; `wall` is the bound that
-one sequence more breaks. `equal_batch` is the largest of the full cache on the device; its rate
-stands in the row of the largest batch. Bytes are of the row's batch; of one sequence where none
-fits (`batch_size` 0)."""
-ANALYSIS = named(
-    "experiment model series layer x_name x metric value stderr num_samples source shipped run_id"
-)
-"""`value` of `series` at `x`, in the unit of `metric`."""
-BOARD_TEXTS = named(
-    f"{_RUN} family seq_len text window place kl_nats budget device_frac resident_frac source "
-    "shipped run_id"
-)
-"""A window of a text under a method. `family`: in a word, how the method reads less than the full
-cache. `place`: the share of the text before the window; equal places are about the same words on
-every model. The shares on the device are of all windows of its run."""
-BOARD_ANSWERS = named(
-    f"{_RUN} task context_id right asked prompt_len budget device_frac resident_frac source "
-    "shipped run_id"
-)
-"""The questions on one context of a task under a method. `prompt_len`: of the longest."""
-BOARD_STEPS = named(
-    f"{_RUN} platform batch_size prompt_len gen_len compute_s link_bytes late_bytes "
-    "link_bytes_per_s step_s budget source shipped run_id"
-)
-"""The decode step of a method, the mean of a timed run. `label`: that of the same method's run on a
-text. Seconds and bytes are of one step (`results/board_evidence.py`)."""
-BOARD = named(
-    "over model method codec family label asked_budget seq_len rank rank.. num_compared kl_nats "
-    "ratio ratio.. degrees num_models num_windows num_places answers answers_difference "
-    "answers_difference.. num_questions num_contexts answers_note budget.. device_frac.. "
-    "resident_frac.. dense_numbers step_s step_source step_on front apart source shipped"
-)
-"""A method at a budget and a length, over `model`, the names of the models that have it. `over`:
-the board it is compared on, over all models or of one of them. `kl_nats` is the
-geometric mean over its windows, `ratio` that of its KL to the oracle's. `rank_low` and `rank_high`
-are the places that it may have. `_low` and `_high` of `ratio` and `answers_difference` are 95 %
-intervals, of budgets and shares the least and the largest of the models. `step_s` is of the one
-model in `step_on`; `step_source` says whether it was timed or modelled. `front`: the costs at which
-no method is closer. `apart` says why a method has no rank."""
-BOARD_PAIRS = named(
-    "model asked_budget seq_len label other ratio ratio.. degrees p p_holm closer source"
-)
-"""Two methods: `ratio` is that of the KL of `label` to that of `other`. `closer` is the label of
-the one that is certainly closer to the full cache; empty where they are not told apart."""
-TABLES: Mapping[str, Sequence[Metric]] = {
-    "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS,
-    "capacity": CAPACITY, "board_texts": BOARD_TEXTS, "board_answers": BOARD_ANSWERS,
-    "board_steps": BOARD_STEPS,
-    "board": BOARD, "board_pairs": BOARD_PAIRS,
-}  # fmt: skip
-"""The shapes of table. The field `table` of a record names its own."""
+TABLES = _tables({
+    # `difference` to `detectable` are to the full cache on the same questions or windows. `first`,
+    # `stop`, `depth`: of a range of a text's tokens, or of needles from some depth of the prompt
+    # on; empty for a whole text or task. `repeats_stderr`: of a mean over several answers to each
+    # question, over repeats of the same questions. `shipped`: `yes` for a row that came with the
+    # project (`results/write.py`).
+    "accuracy": "experiment model method label settings task first stop depth metric value stderr "
+    "difference difference_stderr p gained lost detectable num_samples num_contexts num_fewshot "
+    "seq_len budget unmet_budget budget_artifact device_frac resident_frac "
+    f"{_names(OF_SOME_RUNS)} repeats_stderr source shipped run_id",
+    # With batch_size=largest on a device of `memory_bytes`: `largest_batch` sequences of `context`
+    # tokens fit; `wall` is the bound that one more breaks. `equal_batch` is the largest of the full
+    # cache on the device; its rate stands in the row of the largest batch. Bytes are of the row's
+    # batch; of one sequence where none fits (`batch_size` 0).
+    "latency": "experiment platform source model method label settings batch_size prompt_len "
+    f"gen_len context memory_bytes {_names(LARGEST)} {_names(SERVING)} budget unmet_budget "
+    f"device_frac tokens_evicted shipped run_id {_names(SEGMENTS)}",
+    # `value` of `series` at `x`, in the unit of `metric`.
+    "analysis": "experiment model series layer x_name x metric value stderr num_samples source "
+    "shipped run_id",
+    # A window of a text under a method. `family`: in a word, how the method reads less than the
+    # full cache. `place`: the share of the text before the window; equal places are about the same
+    # words on every model. The shares on the device are of all windows of its run.
+    "board_texts": f"{_RUN} family seq_len text window place kl_nats budget device_frac "
+    "resident_frac source shipped run_id",
+    # The questions on one context of a task under a method. `prompt_len`: of the longest.
+    "board_answers": f"{_RUN} task context_id right asked prompt_len budget device_frac "
+    "resident_frac source shipped run_id",
+    # The decode step of a method, the mean of a timed run. `label`: that of the same method's run
+    # on a text. Seconds and bytes are of one step (`results/board_rows.py`).
+    "board_steps": f"{_RUN} platform batch_size prompt_len gen_len compute_s link_bytes late_bytes "
+    "link_bytes_per_s step_s budget source shipped run_id",
+    # A method at a budget and a length, over `model`, the names of the models that have it.
+    # `over`: the board it is compared on, over all models or of one of them. `kl_nats` is the
+    # geometric mean over its windows, `ratio` that of its KL to the oracle's. `rank_low` and
+    # `rank_high` are the places that it may have. `_low` and `_high` of `ratio` and
+    # `answers_difference` are 95 % intervals, of budgets and shares the least and the largest of
+    # the models. `step_s` is of the one model in `step_on`; `step_source` says whether it was timed
+    # or modelled. `front`: the costs at which no method is closer. `apart` says why a method has no
+    # rank.
+    "board": "over model method codec family label asked_budget seq_len rank rank_low rank_high "
+    "num_compared kl_nats ratio ratio_low ratio_high degrees num_models num_windows num_places "
+    "answers answers_difference answers_difference_low answers_difference_high num_questions "
+    "num_contexts answers_note budget_low budget_high device_frac_low device_frac_high "
+    "resident_frac_low resident_frac_high dense_numbers step_s step_source step_on front apart "
+    "source shipped",
+    # Two methods: `ratio` is that of the KL of `label` to that of `other`. `closer` is the label of
+    # the one that is certainly closer to the full cache; empty where they are not told apart.
+    "board_pairs": "model asked_budget seq_len label other ratio ratio_low ratio_high degrees p "
+    "p_holm closer source",
+})  # fmt: skip
+"""The columns of each shape of table. The field `table` of a record names its own."""
 _OF_BOARD = "model method codec label asked_budget dense_layers"
-IDENTITY = _split({
+IDENTITY = _tables({
     "accuracy": "model method label settings task",
-    "latency": "model platform source method label settings batch_size prompt_len gen_len",
-    "capacity": "model platform source method label settings memory_bytes prompt_len gen_len",
+    "latency": "model platform source method label settings memory_bytes fixed_batch prompt_len "
+    "gen_len",
     "analysis": "model source metric series x_name num_samples",
     "board_texts": f"{_OF_BOARD} seq_len text",
     "board_answers": f"{_OF_BOARD} task",
     "board_steps": f"{_OF_BOARD} platform batch_size prompt_len",
 })  # fmt: skip
-"""Columns that identify what was measured, by shape of table."""
-_EVERY = {column.name: column for columns in TABLES.values() for column in columns}
-WORDS = {name for name, column in _EVERY.items() if column.digits is None}
-"""Columns of words. All other columns are of numbers."""
+"""Columns that identify what was measured, by shape of table. `fixed_batch`: the batch size of a
+run that did not look for the largest."""
 FORMULA = re.compile(r"'*[=+\-@\t\r]")
 """How words begin that a spreadsheet takes for a formula. A CSV has them behind an apostrophe."""
 MARKED = re.compile(f"^'(?={FORMULA.pattern})")
@@ -162,21 +111,13 @@ def whole_tasks(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def column(name: str) -> Metric:
-    """The column of this name in any table; a user's own column has only a name."""
-    return _EVERY.get(name) or Metric(name)
+    """The column of this name; one that no page shows has only a name."""
+    return COLUMNS.get(name) or Metric(name)
 
 
-MARKS = {
-    "text": "board_texts", "context_id": "board_answers", "compute_s": "board_steps",
-    "apart": "board", "closer": "board_pairs",
-    "series": "analysis", "metric": "accuracy", "largest_batch": "capacity",
-}  # fmt: skip
-"""By the first of these columns that a row has, its shape of table; by none, `latency`."""
-
-
-def shape_of(names: Collection[str]) -> str:
-    """The key of `TABLES` of a row with columns of these names."""
-    return next((shape for mark, shape in MARKS.items() if mark in names), "latency")
+def shape_of(header: Collection[str]) -> str:
+    """The shape of a table with these columns: the one that has the most of them."""
+    return max(TABLES, key=lambda shape: len({*TABLES[shape]}.intersection(header)))
 
 
 def read_frame(path: Path) -> pd.DataFrame:
@@ -197,7 +138,7 @@ def read_frame(path: Path) -> pd.DataFrame:
             na_values=[""],
         )
         shape = shape_of(frame.columns)
-        missing = {*IDENTITY.get(shape, ("model",))} - {*frame}
+        missing = {*IDENTITY.get(shape, ("model",))} & WORDS - {*frame}
         if missing:
             raise ValueError(f"lacks {', '.join(sorted(missing))}")
         frame = with_columns(frame, shape)
@@ -212,9 +153,9 @@ def read_frame(path: Path) -> pd.DataFrame:
 def with_columns(frame: pd.DataFrame, shape: str) -> pd.DataFrame:
     """The frame with the columns of a shape first: "" where words are missing, NaN where a number
     is. Raises ValueError for words among numbers."""
-    table = frame.reindex(columns=list(dict.fromkeys([*names(TABLES[shape]), *frame])))
+    table = frame.reindex(columns=list(dict.fromkeys([*TABLES[shape], *frame])))
+    numbers = {*TABLES[shape]} - WORDS
     words = [name for name in table if name in WORDS]
-    numbers = [name for name in table if name in _EVERY and name not in WORDS]
     table = table.astype(dict.fromkeys(words, object) | dict.fromkeys(numbers, float))
     return table.fillna(dict.fromkeys(words, ""))
 
@@ -222,7 +163,7 @@ def with_columns(frame: pd.DataFrame, shape: str) -> pd.DataFrame:
 def csv_of(frame: pd.DataFrame, shape: str) -> str:
     """A frame of a shape as CSV: all columns of the shape, and no other. Numbers of a column that
     are all whole have no point."""
-    table = with_columns(frame, shape)[list(names(TABLES[shape]))]
+    table = with_columns(frame, shape)[list(TABLES[shape])]
     for name in table:
         if name in WORDS:
             table[name] = table[name].mask(table[name].str.match(FORMULA), "'" + table[name])

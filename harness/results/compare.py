@@ -37,14 +37,11 @@ MAX_SHOWN = 40
 
 
 def compare(before: Path, after: Path) -> pd.DataFrame:
-    """Match the numbers of two results folders or archives.
+    """Match the numbers of two results folders or archives: a row per number of either, with
+    `KEYS`, `VALUES`, moved (it is not equal), and _merge: "both", "left_only" (A) or "right_only"
+    (B). The largest change in standard errors comes first.
 
-    Returns:
-        A row per number of either: `KEYS`, `VALUES`, moved (it is not equal), and _merge: "both",
-        "left_only" (A) or "right_only" (B). The largest change in standard errors comes first.
-
-    Raises:
-        UserError: one cannot be read or has no finished run, or the two have no run in common.
+    Raises UserError: one cannot be read or has no finished run, or they have no run in common.
     """
     (first, of_a), (second, of_b) = _read(before), _read(after)
     frame = first.merge(second, how="outer", on=KEYS, suffixes=("_a", "_b"), indicator=True)
@@ -66,8 +63,8 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
 
 
 def _read(source: Path) -> tuple[pd.DataFrame, list[Record]]:
-    """Every number of a folder's or an archive's finished runs: `KEYS`, value, stderr, run_id; of
-    several runs the newest. Then the records. Raises UserError where there is none."""
+    """Every number of the finished runs, by `KEYS` (of several runs the newest), and the records.
+    Raises UserError where there is none."""
     with opened(source) as folder:
         records = sorted(current(read_all(folder)), key=lambda record: record["started"])
     if not records:
@@ -76,13 +73,11 @@ def _read(source: Path) -> tuple[pd.DataFrame, list[Record]]:
     numbers = []
     for shape, frame in frames_of(records, weights=False).items():
         about = [name for name in [*NAMES, "run_id"] if name in frame]
-        others = SHARES
+        others = [*frame.columns.difference([*about, *columns.WORDS], sort=False)]
         if "metric" in frame:
             numbers.append(frame[[*about, "metric", "value", "stderr"]])
-        else:
-            others = [*frame.columns.difference([*about, *columns.WORDS], sort=False)]
-        if shape != "analysis":
-            numbers.append(frame[[*about, *others]].melt(about, var_name="metric"))
+            others = SHARES if shape == "accuracy" else []
+        numbers.append(frame[[*about, *others]].melt(about, var_name="metric"))
     found = pd.concat(numbers, ignore_index=True).dropna(subset="value")
     found[NAMES] = found[NAMES].astype(object).where(found[NAMES].notna(), "")
     return found.drop_duplicates(KEYS, keep="last"), records
@@ -95,9 +90,8 @@ def _paired(before: Sequence[Record], after: Sequence[Record]) -> pd.DataFrame:
     own, other = (frame.assign(run=frame["run_id"].map(settings_of)) for frame in (own, other))
     other = other[[*same, "value"]].rename(columns={"value": "full"})
     found = differences_of(own.drop(columns="full").merge(other, how="left", on=same))
-    found = found.rename(columns={"run_id": "run_id_b", "difference": "paired"}).assign(depth="")
     found["first"] = found["first"].astype(object).fillna("")
-    return found[["run_id_b", *KEY[1:], "depth", "paired", "difference_stderr", "num_pairs"]]
+    return found.rename(columns={"run_id": "run_id_b", "difference": "paired"}).assign(depth="")
 
 
 def text_of(frame: pd.DataFrame) -> str:

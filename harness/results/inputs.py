@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from harness.data import aime, rows, ruler
 from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
 from harness.errors import UserError, reason
-from harness.files import content_sha256, file_sha256, files_sha256, text_sha256
+from harness.files import content_sha256, files_sha256, text_sha256
 from harness.model import source
 from harness.settings.config import (
     CalibrationConfig,
@@ -116,7 +116,8 @@ def tasks(config: RunConfig) -> dict[str, str]:
     for name, group in planned.groups.items():
         found[name] = digest_of(group.to_dict() or {})
     if folder is not None:
-        found["include_path"] = _folder(Path(folder))
+        files = filter(Path.is_file, Path(folder).rglob("*"))
+        found["include_path"] = files_sha256(path for path in files if path.suffix != ".pyc")
     return found
 
 
@@ -129,15 +130,6 @@ def _generated(task: str) -> str:
     return text_sha256() if task in REASONING_TASKS else text_sha256(offline_text())
 
 
-def _folder(folder: Path) -> str:
-    """One digest of the names and contents of all files of a user's own folder."""
-    lines = []
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
-            lines.append(f"{path.relative_to(folder)} {file_sha256(path)}")
-    return text_sha256(*lines)
-
-
 def _leaf(leaf: Leaf, digest: str, data: DataConfig) -> str:
     """The identity of a task with its data. digest: of its YAML."""
     task = leaf.config
@@ -147,11 +139,8 @@ def _leaf(leaf: Leaf, digest: str, data: DataConfig) -> str:
     if leaf.makes_rows or data.name == "offline":
         return digest
     if data.name == "local":
-        lines = [digest]
-        files = rows.find_files(str(data.root), leaf.task_name, task)
-        for split, paths in sorted(files.items()):
-            lines.append(f"{split} {files_sha256(paths)}")
-        return text_sha256(*lines)
+        files = sorted(rows.find_files(str(data.root), leaf.task_name, task).items())
+        return text_sha256(digest, *(f"{split} {files_sha256(paths)}" for split, paths in files))
     fetch = partial(rows.hub_rows, leaf.task_name, task)
     return text_sha256(digest, rows.revision(task, fetch))
 

@@ -231,83 +231,46 @@ RATIO = Metric("ratio", "KL / oracle's", NUMBER, 2)
 ANSWERS = Metric("answers", "right answers", PERCENT, 1)
 ANSWERS_DIFFERENCE = Metric("answers_difference", "answers minus full cache", POINTS, 1)
 
-# Columns that say what a number is of, and what belongs to it
+# Other columns that pages and figures show
 
 LABEL, SETTINGS = Metric("label", "label"), Metric("settings", "settings")
 LAYER = Metric("layer", "layer", NUMBER, 0, phrase="layer {:.0f}")
 NUM_SAMPLES = Metric("num_samples", "samples", NUMBER, 0, phrase="n = {:,.0f}")
-NUM_FEWSHOT = Metric("num_fewshot", "shots", NUMBER, 0, phrase="{:.0f}-shot")
 SEQ_LEN = Metric("seq_len", "length", TOKENS, 0, phrase="{:,.0f} tokens")
 DENSE_LAYERS = Metric("dense_layers", "dense layers", NUMBER, 0)
 NUM_DEPTHS = 5
-DEPTH = Metric("depth", "depth of the needle", PERCENT, 0)
-"""Where in the prompt a fifth of it begins in which the needles of a row stand."""
-FIRST, STOP = Metric("first", "from token", TOKENS, 0), Metric("stop", "to token", TOKENS, 0)
-"""The range of a text's tokens that a row is of."""
+"""Parts of a prompt by whose depth needles are told apart."""
 APART = Metric("apart", "why it is not compared")
 CLAIM = Metric("claim", "claim")
-_COLUMNS = (
-    LABEL, SETTINGS, LAYER, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, DENSE_LAYERS, FIRST, STOP, DEPTH,
-    APART, CLAIM,
+SHAPE = (
+    Metric("batch_size", "batch", NUMBER, 0, phrase="batch {:.0f}"),
+    Metric("prompt_len", "prompt", NUMBER, 0, phrase="prompt {:,.0f}"),
+    Metric("gen_len", "generated", NUMBER, 0, phrase="{:,.0f} generated"),
+)
+LARGEST = (
+    Metric("largest_batch", "sequences that fit", NUMBER, 0),
+    Metric("kv_tokens", "KV tokens", NUMBER, 0),
+    Metric("wall", "wall"),
+    Metric("equal_batch", "equal batch", NUMBER, 0),
+    Metric("equal_tokens_per_s", "tokens/s at the equal batch", NUMBER, 2),
+)
+"""What a run with batch_size=largest finds."""
+_SHOWN = (
+    LABEL, SETTINGS, LAYER, NUM_SAMPLES, SEQ_LEN, DENSE_LAYERS, APART, CLAIM, *SHAPE, *LARGEST,
     BUDGET, UNMET_BUDGET, DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, KL, *SEGMENTS, *SERVING,
     ASKED_BUDGET, NUM_CONTEXTS, STEP, RATIO, ANSWERS, ANSWERS_DIFFERENCE,
-    *map(Metric, (
-        "experiment", "model", "method", "codec", "platform", "shipped", "task", "text", "series",
-        "wall", "step_source", "answers_note", "closer", "over",
-    )),
-    Metric("budget_artifact", "budget as the artifact counts it", PERCENT, 1),
-    Metric("value", "value", NUMBER, 3),
-    Metric("dense_numbers", "dense layers"),  # of several models
+    Metric("num_fewshot", "shots", NUMBER, 0, phrase="{:.0f}-shot"),
     Metric("source", phrase="source: {}"),
     Metric("run_id", phrase="run {}"),
     Metric("metric", phrase=""),
     Metric("x_name", phrase=""),
-    Metric("x", "x", NUMBER, 3),
-    Metric("stderr", "standard error", NUMBER, 3),
-    Metric("difference", "minus full cache", NUMBER, 3),
-    Metric("difference_stderr", "standard error of the difference", NUMBER, 3),
-    Metric("gained", "right, full cache wrong", NUMBER, 0),
-    Metric("lost", "wrong, full cache right", NUMBER, 0),
-    Metric("detectable", "smallest detectable difference", NUMBER, 3),
-    Metric("repeats_stderr", "standard error over repeats", NUMBER, 3),
-    Metric("batch_size", "batch", NUMBER, 0, phrase="batch {:.0f}"),
-    Metric("prompt_len", "prompt", NUMBER, 0, phrase="prompt {:,.0f}"),
-    Metric("gen_len", "generated", NUMBER, 0, phrase="{:,.0f} generated"),
     Metric("context", "context", NUMBER, 0, phrase="{:,.0f} tokens each"),
     Metric("memory_bytes", "device memory", IN_GIB, 2, phrase=""),
-    Metric("largest_batch", "sequences that fit", NUMBER, 0),
-    Metric("kv_tokens", "KV tokens", NUMBER, 0),
-    Metric("num_timed_steps", "timed steps", NUMBER, 0),
-    Metric("equal_batch", "equal batch", NUMBER, 0),
-    Metric("equal_tokens_per_s", "tokens/s at the equal batch", NUMBER, 2),
-    Metric("model_bytes", "weights", IN_GIB, 3),
-    Metric("row_bytes", "rows on device", IN_MIB, 1),
-    Metric("buffer_bytes", "buffers", IN_MIB, 1),
-    Metric("state_bytes", "state", IN_MIB, 1),
-    Metric("workspace_bytes", "activations", IN_MIB, 1),
-    Metric("family", "family"),
-    Metric("window", "window", NUMBER, 0),
-    Metric("place", "place in the text", PERCENT, 1),
-    Metric("context_id", "context", NUMBER, 0),
-    Metric("right", "right answers", NUMBER, 1),
-    Metric("asked", "questions", NUMBER, 0),
-    Metric("compute_s", "compute", MS, 1),
-    Metric("link_bytes", "link per step", IN_MIB, 2),
-    Metric("late_bytes", "of which not hidden", IN_MIB, 2),
     Metric("rank", "rank", NUMBER, 0),
-    Metric("num_compared", "methods compared", NUMBER, 0),
     Metric("num_questions", "questions", NUMBER, 0),
-    Metric("num_models", "models", NUMBER, 0),
     Metric("num_windows", "windows", NUMBER, 0),
-    Metric("num_places", "places", NUMBER, 0),
-    Metric("degrees", "degrees of freedom", NUMBER, 0),
-    Metric("step_on", "step timed on"),
+    Metric("dense_numbers", "dense layers"),  # of several models
     Metric("front", "not beaten in"),
-    Metric("other", "other method"),
-    Metric("p", "p", NUMBER, 4),
-    Metric("p_holm", "p after Holm's correction", NUMBER, 4),
-    Metric("count", "windows or questions", NUMBER, 0),
 )  # fmt: skip
-"""`harness/results/columns.py` says what those of a table mean there."""
-COLUMNS = {column.name: column for column in _COLUMNS}
-"""The columns of tables by name."""
+COLUMNS = {column.name: column for column in _SHOWN}
+"""The columns with a heading or a phrase, by name. `harness/results/columns.py` has all."""

@@ -6,22 +6,24 @@ CSV give the same texts.
 """
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 
+import numpy as np
 import pandas as pd
 
 from harness.errors import printable
-from harness.results import board_page, columns, metrics
-from harness.results.columns import named, shape_of
+from harness.results import board, columns, metrics
+from harness.results.columns import shape_of
 from harness.results.metrics import (
     BUDGET,
     DEVICE_FRAC,
+    LABEL,
     MISSING,
     NUM_DEPTHS,
     RESIDENT_FRAC,
+    SETTINGS,
     Metric,
     quantity,
 )
@@ -40,10 +42,9 @@ from harness.results.sheet import (
     mark_own,
     markdown,
     note,
-    show_interval,
+    show_cell,
     show_kl,
     show_range,
-    show_score,
     show_value,
     terminal,
     texts_of,
@@ -63,12 +64,6 @@ BRIEF_SPEED = (
     "ttft_s", "tokens_per_s", "tpot_p50_s", "h2d_bytes", "peak_device_bytes",
 )  # fmt: skip
 """Numbers of a timed run that a terminal shows."""
-SHOWN_OF_CAPACITY = (
-    "label", "settings",
-    "largest_batch", "kv_tokens", "decode_tokens_per_s", "sequence_tokens_per_s", "equal_batch",
-    "equal_tokens_per_s", "device_kv_bytes", "host_kv_bytes", "budget",
-)  # fmt: skip
-"""Columns of a method's largest batch that a page shows."""
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
 PUBLISHED_HEADER = ["model", "series", "x_name", "x", "metric", "value", "kind"]
@@ -82,7 +77,7 @@ def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
     """
     shape = shape_of(frame.columns)
     if shape == "board":
-        yield from board_page.boards(frame)
+        yield from board.boards(frame)
     if frame.empty or shape.startswith("board"):
         return
     for title, of_title in frame.groupby(_titles(frame), sort=False):
@@ -106,13 +101,9 @@ def render_markdown(name: str, frame: pd.DataFrame) -> str:
     published = columns.published().query("figure == @name")[PUBLISHED_HEADER]
     if len(published):
         sheets.append(Sheet("published numbers", published.replace("", MISSING)))
-    words = note(shape_of(frame.columns), max_columns=MAX_COLUMNS)
+    special = [words for words in ("capacity", "modelled") if name.endswith(words)]
+    words = note(*special or [shape_of(frame.columns)], max_columns=MAX_COLUMNS)
     return markdown(name, words, sheets)
-
-
-def render_modelled(figure: str, frame: pd.DataFrame) -> str:
-    """The whole `.md` file of the cost model's predictions of a figure."""
-    return markdown(f"{figure}, modelled", note("modelled"), sheets_of(frame))
 
 
 def render_terminal(frame: pd.DataFrame) -> str:
@@ -120,8 +111,9 @@ def render_terminal(frame: pd.DataFrame) -> str:
     shape = shape_of(frame.columns)
     if shape == "accuracy":
         return "\n\n".join(_figures(frame))
-    brief = frame.drop(columns=NOT_BRIEF) if shape == "latency" else frame
-    return "\n\n".join(map(_timed, sheets_of(brief)))
+    if shape == "latency" and frame["largest_batch"].isna().all():
+        frame = frame.drop(columns=NOT_BRIEF)
+    return "\n\n".join(map(_timed, sheets_of(frame)))
 
 
 # Settings
@@ -131,30 +123,26 @@ SIZES = {*KINDS["perplexity"].depends_on} ^ {*KINDS["tasks"].depends_on} | {"see
 SIZES |= {field.name for group in (TaskConfig, SamplingConfig) for field in fields(group)}
 
 
-def pairs_of(settings: str) -> list[str]:
-    """The settings of a row, `a=[1, 2], b=3`, as its parts."""
-    return list(filter(None, re.split(r", (?=[\w.]+=)", settings)))
+def _parts(settings: pd.Series) -> pd.Series:
+    """The settings of each row, `a=[1, 2], b=3`, a row for each of them."""
+    parts = settings.str.split(r", (?=[\w.]+=)", regex=True).explode()
+    return parts[parts.ne("")]
 
 
-def is_size(pair: str) -> bool:
-    """Whether a setting such as `num_windows=8` or `corpus.spread=True` is of `SIZES`."""
-    return re.split(r"[.=]", pair, maxsplit=1)[0] in SIZES
-
-
-def without(settings: pd.Series, is_out: Callable[[str], bool]) -> pd.Series:
-    """Settings without some of their parts."""
-    return settings.map(lambda words: ", ".join(p for p in pairs_of(words) if not is_out(p)))
+def _joined(parts: pd.Series, index: pd.Index) -> pd.Series:
+    """`_parts` as settings of the rows of `index`, "" for a row without any."""
+    return parts.groupby(level=0).agg(", ".join).reindex(index, fill_value="")
 
 
 def varied(settings: pd.Series, by: pd.Series, *, only_sizes: bool = False) -> pd.Series:
     """Settings without the parts that all of a group share. only_sizes: other parts stay."""
-    found = []
-    for _, group in settings.groupby(by):
-        shared = set.intersection(*map(set, group.map(pairs_of)))
-        if only_sizes:
-            shared = {pair for pair in shared if is_size(pair)}
-        found.append(without(group, shared.__contains__))
-    return pd.concat(found).reindex(settings.index)
+    parts = _parts(settings)
+    num_rows = by.groupby(by).transform("size")
+    num_with = parts.groupby([by.reindex(parts.index), parts]).transform("size")
+    is_shared = num_with.eq(num_rows.reindex(parts.index))
+    if only_sizes:
+        is_shared &= parts.str.extract(r"([^.=]*)", expand=False).isin(SIZES)
+    return _joined(parts[~is_shared], settings.index)
 
 
 def _told_apart(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -163,17 +151,14 @@ def _told_apart(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     own = rows["own"]
     if rows["line"].nunique() > 1:
         own = varied(own, pd.Series(0, own.index))
-    unsaid: dict[str, None] = {}
-    for settings, shown in zip(rows["settings"], own, strict=True):
-        unsaid |= dict.fromkeys(p for p in pairs_of(settings) if p not in pairs_of(shown))
+    unsaid = [part for part in _parts(rows["settings"]).unique() if part not in {*_parts(own)}]
     notes = [f"Settings of all runs: {', '.join(unsaid)}."] if unsaid else []
     return rows.assign(settings=own), notes
 
 
 def _with_values(shown: Iterable[Metric], frame: pd.DataFrame) -> list[Metric]:
-    """The columns, each once, in which any row has a number."""
-    filled = set(frame.columns[frame.notna().any()])
-    return [column for column in dict.fromkeys(shown) if column.name in filled]
+    """The columns in which any row has a number."""
+    return [column for column in shown if column.name in frame and frame[column.name].notna().any()]
 
 
 # Accuracy: a line per method and settings, a column per task and metric
@@ -202,48 +187,55 @@ def lines_of(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _wide(
-    rows: pd.DataFrame, shares: dict[str, Metric], headings: dict[Key, str], cells: Sequence[str]
+    rows: pd.DataFrame,
+    shares: Mapping[str, Metric],
+    headings: Mapping[Key, str],
+    *,
+    has_intervals: bool = True,
 ) -> pd.DataFrame:
-    """The shares and scores of each line. cells: the score of each row, as a text."""
-    by_line = rows.groupby("line")
-    of_shares = {}
+    """The shares and scores of each line, under their headings."""
+    table = pd.DataFrame(index=pd.Index(rows["line"].unique(), name="line"))
     for heading, column in shares.items():
-        of_shares[heading] = by_line[column.name].agg(partial(show_range, column))
+        table[heading] = rows.groupby("line")[column.name].agg(partial(show_range, column))
+    cells = [show_cell(row, has_interval=has_intervals) for _, row in rows.iterrows()]
     scores = rows.assign(cell=cells).pivot(index="line", columns=KEY, values="cell")
     scores = scores.reindex(columns=pd.MultiIndex.from_tuples(headings)).fillna(MISSING)
-    return pd.concat(
-        [pd.DataFrame(of_shares), scores.set_axis([*headings.values()], axis=1)], axis=1
-    )
+    return table.join(scores.set_axis([*headings.values()], axis=1))
 
 
 def _accuracy(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
     """Whole tasks and texts, then ranges of texts, then each task with needles by their depth."""
     whole, ranges = columns.whole_tasks(frame), frame[frame["first"].notna()]
     is_length = _unfiltered(whole).isin(LENGTHS) & (whole["task"].nunique() > 1)
+    for words, rows in (("", whole[~is_length]), (", length of the answers", whole[is_length])):
+        if len(rows):
+            sheet = _accuracy_sheet(title + words, rows)
+            yield sheet._replace(notes=[*sheet.notes, f"{'; '.join(_sizes(rows))}."])
     places = zip(ranges["task"], ranges["first"], ranges["stop"], strict=True)
     names = [f"{task}[{first:.0f}:{stop:.0f}]" for task, first, stop in places]
-    for words, rows in (
-        ("", whole[~is_length]),
-        (", length of the answers", whole[is_length]),
-        (", by range of tokens", ranges.assign(task=names)),
-    ):
-        if len(rows):
-            yield _accuracy_sheet(title + words, rows)
-    needles, show = frame[frame["depth"].notna()], metrics.DEPTH.show
-    names = [f"{show(depth)}-{show(depth + 1 / NUM_DEPTHS)} %" for depth in needles["depth"]]
+    if names:
+        yield _accuracy_sheet(f"{title}, by range of tokens", ranges.assign(task=names))
+    needles, names = frame[frame["depth"].notna()], []
+    for length, depth in zip(needles["metric"], 100 * needles["depth"], strict=True):
+        names.append(f"{int(length):,} tokens, {depth:.0f}-{depth + 100 / NUM_DEPTHS:.0f} %")
     for task, rows in needles.assign(task=names).groupby(needles["task"], sort=False):
         words = "right answers (%) by length and depth of the needle"
-        yield _accuracy_sheet(f"{title}, {task}: {words}", rows)
+        sheet = _accuracy_sheet(f"{title}, {task}: {words}", rows.assign(metric="acc"))
+        table = sheet.table.rename(columns=lambda heading: heading.removesuffix(" acc (%)"))
+        yield sheet._replace(table=table)
 
 
 def _accuracy_sheet(title: str, frame: pd.DataFrame) -> Sheet:
     rows, notes = _told_apart(lines_of(frame))
     beside = _with_values((metrics.UNMET_BUDGET, *metrics.OF_SOME_RUNS), frame)
     shown = (BUDGET, *beside, *_with_values((DEVICE_FRAC, RESIDENT_FRAC), frame))
-    shares = {column.heading: column for column in shown}
-    words = texts_of(rows.drop_duplicates("line").set_index("line"), named("label settings"))
-    cells = [show_score(row) for _, row in rows.iterrows()]
-    return Sheet(title, words.join(_wide(rows, shares, _headings(frame), cells)), notes)
+    keys = dict.fromkeys(zip(frame["task"], frame["metric"], strict=True))
+    headings = {}
+    for task, metric in sorted(keys, key=lambda key: metrics.rank(key[1])):
+        headings[task, metric] = f"{task} {quantity(metric).heading}"
+    words = texts_of(rows.drop_duplicates("line").set_index("line"), [LABEL, SETTINGS])
+    table = words.join(_wide(rows, {column.heading: column for column in shown}, headings))
+    return Sheet(title, table, notes)
 
 
 def _unfiltered(rows: pd.DataFrame) -> pd.Series:
@@ -251,56 +243,37 @@ def _unfiltered(rows: pd.DataFrame) -> pd.Series:
     return rows["metric"].str.split(",").str[0]
 
 
-def _headings(frame: pd.DataFrame) -> dict[Key, str]:
-    """The heading of each column, in the order of the page.
-
-    If columns differ in number of samples, shots or length, a heading has what all rows of its
-    column share.
-    """
-    keys = dict.fromkeys(zip(frame["task"], frame["metric"], strict=True))
-    found = {key: _heading(*key) for key in sorted(keys, key=lambda key: metrics.rank(key[1]))}
-    for condition in (metrics.NUM_SAMPLES, metrics.NUM_FEWSHOT, metrics.SEQ_LEN):
-        of_column = frame.groupby(KEY)[condition.name].agg(["min", "max", "count", "size"])
-        is_shared = of_column["min"].eq(of_column["max"]) & of_column["count"].eq(of_column["size"])
-        shared = of_column["min"][is_shared]
-        for key in found if shared.nunique() > 1 else ():
-            if key in shared.index:
-                found[key] += f", {condition.phrase.format(shared[key])}"
-    return found
-
-
-def _heading(task: str, metric: str) -> str:
-    if task.endswith(" %") and metric.isdecimal():
-        return f"{int(metric):,} tokens, {task}"
-    return f"{task} {quantity(metric).heading}"
-
-
 # Speed: a line per timed run
 
-NUMBERS_OF_SPEED = [column for column in columns.LATENCY if column.digits is not None]
+NUMBERS_OF_SPEED = (
+    metrics.UNMET_BUDGET, DEVICE_FRAC, *metrics.SHAPE, *metrics.SERVING, metrics.TOKENS_EVICTED,
+    *metrics.SEGMENTS,
+)  # fmt: skip
 NOT_BRIEF = {column.name for column in NUMBERS_OF_SPEED}.difference(BRIEF_SPEED)
+OF_LARGEST = (
+    "largest_batch kv_tokens decode_tokens_per_s sequence_tokens_per_s equal_batch "
+    "equal_tokens_per_s device_kv_bytes host_kv_bytes budget wall"
+)
+"""What is shown of largest batches: no time of a step, as each method has another batch."""
 
 
 def _latency(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
-    """The full cache first, then by label and shape. A column needs a number, `budget` does not."""
-    rows, notes = _told_apart(frame.assign(line=range(len(frame)), own=frame["settings"]))
-    rows["read"] = rows["budget"].fillna(0)
-    rows["is_other"] = rows["read"] < 1
-    order = ["is_other", "label", "batch_size", "prompt_len", "gen_len", "read", "settings"]
-    words = named("label settings" if rows["settings"].any() else "label")
-    numbers = (metrics.UNMET_BUDGET, DEVICE_FRAC, *NUMBERS_OF_SPEED)
-    shown = dict.fromkeys((*words, BUDGET, *_with_values(numbers, rows)))
-    yield Sheet(title, texts_of(rows.sort_values(order, kind="stable"), shown), notes)
-
-
-def _capacity(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
-    shown = [column for column in columns.CAPACITY if column.name in SHOWN_OF_CAPACITY]
-    largest = frame[frame["batch_size"].eq(frame["largest_batch"])]
-    for _, group in largest.groupby(["context", "memory_bytes"]):
-        context, memory = group[["context", "memory_bytes"]].iloc[0]
-        rows, notes = _told_apart(group.assign(line=range(len(group)), own=group["settings"]))
-        words = f"{title}: {context:,.0f} tokens a sequence, {memory / metrics.GIB:.4g} GiB"
-        yield Sheet(words, texts_of(rows, shown).assign(wall=rows["wall"]), notes)
+    """The full cache first, then by label and shape; each context and memory of largest batches by
+    itself. A column needs a number, `budget` does not."""
+    is_shown = frame["largest_batch"].isna() | frame["batch_size"].eq(frame["largest_batch"])
+    for _, rows in frame[is_shown].groupby(["context", "memory_bytes"], dropna=False):
+        rows, notes = _told_apart(rows.assign(line=range(len(rows)), own=rows["settings"]))
+        rows["read"] = rows["budget"].fillna(0)
+        rows["is_other"] = rows["read"] < 1
+        order = ["is_other", "label", "batch_size", "prompt_len", "gen_len", "read", "settings"]
+        rows = rows.sort_values(order, kind="stable")
+        words = [LABEL, SETTINGS] if rows["settings"].any() else [LABEL]
+        heading, (context, memory) = title, rows[["context", "memory_bytes"]].iloc[0]
+        shown = [BUDGET, *_with_values(NUMBERS_OF_SPEED, rows)]
+        if memory > 0:
+            heading = f"{title}: {context:,.0f} tokens a sequence, {memory / metrics.GIB:.4g} GiB"
+            shown = [metrics.COLUMNS[name] for name in OF_LARGEST.split()]
+        yield Sheet(heading, texts_of(rows, [*words, *shown]), notes)
 
 
 # Analyses: a table per quantity, a line per series
@@ -324,7 +297,9 @@ def _by_series(rows: pd.DataFrame, shown: Metric) -> pd.DataFrame:
     if layers.max() > 1 and rows["x_name"].iloc[0] != metrics.LAYER.name:
         of_layer = rows["layer"].map(f", {metrics.LAYER.phrase}".format, na_action="ignore")
         rows = rows.assign(series=rows["series"] + of_layer.fillna(""))
-    headings = {x: f"{x:,g}" for x in _spread(sorted(rows["x"].dropna().unique()))}
+    values = np.sort(rows["x"].dropna().unique())
+    places = np.linspace(0, len(values) - 1, min(MAX_COLUMNS, len(values)), dtype=int)
+    headings = {x: f"{x:,g}" for x in values[places]}  # the first and the last among them
     if not headings:  # a number of the whole series
         rows, headings = rows.assign(x=0.0), {0.0: shown.heading}
     numbers = zip(rows["value"], rows["stderr"], strict=True)
@@ -332,18 +307,10 @@ def _by_series(rows: pd.DataFrame, shown: Metric) -> pd.DataFrame:
     cells = cells.drop_duplicates(["series", "x"], keep="last")
     table = cells.pivot(index="series", columns="x", values="cell")
     table = table.reindex(index=rows["series"].unique(), columns=[*headings]).fillna(MISSING)
-    table = table.set_axis([*headings.values()], axis=1)
-    return table.rename_axis(metrics.LABEL.heading).reset_index()
+    return table.rename(columns=headings).rename_axis(LABEL.heading).reset_index()
 
 
-def _spread(values: Sequence[float]) -> list[float]:
-    """At most `MAX_COLUMNS` of the values, the first and the last among them."""
-    count = min(MAX_COLUMNS, len(values))
-    last, gaps = len(values) - 1, max(1, count - 1)
-    return [values[index * last // gaps] for index in range(count)]
-
-
-SHEETS = {"capacity": _capacity, "latency": _latency, "accuracy": _accuracy, "analysis": _analysis}
+SHEETS = {"latency": _latency, "accuracy": _accuracy, "analysis": _analysis}
 
 
 # A terminal: a table of each figure, and what it says
@@ -400,6 +367,8 @@ def _rows_of_figure(frame: pd.DataFrame) -> pd.DataFrame:
         rows = rows.dropna(subset="place")
     if has_several:
         rows = pd.concat([_full_cache(rows), rows])
+        is_bare, errors = rows["low"].isna() & rows["metric"].ne(KL), ["difference", "stderr"]
+        rows[errors] = rows[errors].mask(is_bare)
     return _with_names(rows.sort_values("place", kind="stable"))
 
 
@@ -439,7 +408,8 @@ def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
     lines = rows.drop_duplicates("line").set_index("line").sort_index()
     label = lines["label"]
     own = varied(lines["own"], label)
-    brief = without(own, lambda pair: pair.startswith("budget="))
+    parts = _parts(own)
+    brief = _joined(parts[~parts.str.startswith("budget=")], own.index)
     whole, brief = (label.str.cat(words, sep=", ").str.removesuffix(", ") for words in (own, brief))
     share = rows.groupby("line")["budget"].agg(partial(show_range, BUDGET))
     is_alone = ~pd.DataFrame({"name": brief, "share": share}).duplicated(keep=False)
@@ -449,21 +419,19 @@ def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _sizes(rows: pd.DataFrame) -> Iterator[str]:
-    """How many windows or questions each text or task has."""
+    """How many windows or questions each text or task has, such as "3 or 8 windows"."""
     for task, of_task in rows.groupby("task", sort=False):
-        metric = of_task["metric"].iloc[0]
-        first = of_task[of_task["metric"].eq(metric)]
-        samples, lengths = _each(first["num_samples"]), _each(first["seq_len"])
+        first = of_task[of_task["metric"].eq(of_task["metric"].iloc[0])].fillna({"num_samples": 0})
+        samples, lengths, shots = (
+            " or ".join(f"{value:,.0f}" for value in sorted(first[name].dropna().unique()))
+            for name in ("num_samples", "seq_len", "num_fewshot")
+        )
         plural = "s" * (samples != "1")
-        if metric in OF_WINDOWS:
+        if first["metric"].iloc[0] in OF_WINDOWS:
             yield f"{task}: {samples} window{plural} of {lengths} tokens"
         else:
-            yield f"{task}: {samples} question{plural}"
-
-
-def _each(values: pd.Series) -> str:
-    """The values of a column, "512 or 2,048"."""
-    return " or ".join(f"{value:,.0f}" for value in sorted(values.fillna(0).unique()))
+            few = f", {shots}-shot" if shots not in ("", "0") else ""
+            yield f"{task}: {samples} question{plural}{few}"
 
 
 # The table
@@ -471,11 +439,13 @@ def _each(values: pd.Series) -> str:
 
 def _figure_sheet(title: str, rows: pd.DataFrame) -> Sheet:
     """The table with intervals, or with marks where these are too wide."""
-    shown = _closest(rows)
-    table = _figure_table(rows, has_intervals=True).loc[shown]
-    has_intervals = fits(table)
-    if not has_intervals:
-        table = _figure_table(rows, has_intervals=False).loc[shown]
+    shown, headings = _closest(rows), _brief_headings(rows)
+    names = rows.drop_duplicates("line").set_index("line")[["name"]].set_axis([METHOD], axis=1)
+    for has_intervals in (True, False):
+        scores = _wide(rows, SHARES, headings, has_intervals=has_intervals)
+        table = names.join(scores).loc[shown]
+        if fits(table):
+            break
     is_said = {
         "shares": True,
         "answers": _is_answer(rows).any(),
@@ -494,26 +464,19 @@ def _figure_sheet(title: str, rows: pd.DataFrame) -> Sheet:
 
 def _closest(rows: pd.DataFrame) -> pd.Index:
     """The lines to show: all, or the closest to the full cache in the first column."""
+    task, metric = rows[KEY].iloc[0]
+    first = rows[rows["task"].eq(task) & rows["metric"].eq(metric)].set_index("line")["value"]
     lines = rows.assign(is_full=_is_full(rows)).groupby("line")[["is_full"]].first()
+    lines["distance"] = first if metric in (KL, PERPLEXITY) else -first
     if len(lines) > MAX_ROWS:
-        task, metric = rows[KEY].iloc[0]
-        first = rows[rows["task"].eq(task) & rows["metric"].eq(metric)].set_index("line")["value"]
-        lines["distance"] = first if metric in (KL, PERPLEXITY) else -first
         lines = lines.sort_values(["is_full", "distance"], ascending=[False, True], kind="stable")
     return lines.index[:MAX_ROWS]
-
-
-def _figure_table(rows: pd.DataFrame, *, has_intervals: bool) -> pd.DataFrame:
-    cells = [_cell(row, has_intervals) for _, row in rows.iterrows()]
-    names = rows.drop_duplicates("line").set_index("line")["name"].rename(METHOD)
-    return names.to_frame().join(_wide(rows, SHARES, _brief_headings(rows), cells))
 
 
 def _brief_headings(rows: pd.DataFrame) -> dict[Key, str]:
     """The heading of each column: of a task its name where that is enough, and no text's name where
     there is one."""
-    keys = rows.drop_duplicates(KEY)
-    found = {}
+    keys, found = rows.drop_duplicates(KEY), {}
     for task, metric in keys[KEY].itertuples(index=False):
         heading = quantity(metric).heading
         if metric.partition(",")[0] in RIGHT_OR_WRONG and keys["task"].eq(task).sum() == 1:
@@ -522,17 +485,6 @@ def _brief_headings(rows: pd.DataFrame) -> dict[Key, str]:
             heading = f"{task} {heading}"
         found[task, metric] = heading
     return found
-
-
-def _cell(row: pd.Series, has_intervals: bool) -> str:
-    if row["metric"] == KL:
-        return show_kl(row["value"], row["stderr"])
-    text, low, high = show_value(row), row["low"], row["high"]
-    if math.isnan(low):
-        return text
-    if not has_intervals:
-        return f"{text}*" if low > 0 or high < 0 else text
-    return f"{text} (same)" if low == high == 0 else f"{text} ({show_interval(low, high)})"
 
 
 # What the table says

@@ -24,15 +24,9 @@ from harness.settings.schema import CONF_DIR
 SCHEMA = 5
 DIGEST = "digest"
 DELETE = "delete it, and its run is done again"
-LOCATIONS = {
-    "model": "path",
-    "data": "root",
-    "corpus": "path",
-    "calibration": "path",
-    "task": "include_path",
-}
-"""By group, the setting that says where a file lies. The sha256 of its content enters a run's
-identity instead."""
+LOCATIONS = {"model.path", "data.root", "corpus.path", "calibration.path", "task.include_path"}
+"""Settings that say where a file lies. The sha256 of its content enters a run's identity
+instead."""
 IN_COLUMNS = {
     "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "budget_rule",
     "results_dir", "corpus.name", "corpus.path", "platform.name", "data.name",
@@ -62,16 +56,6 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return jsonable(settings)
 
 
-def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without `LOCATIONS`."""
-    found = dict(settings)
-    for group, location in LOCATIONS.items():
-        if group in found:
-            found[group] = dict(found[group])
-            found[group].pop(location, None)
-    return found
-
-
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, with names such as `method.alpha`."""
     found: dict[str, Any] = {}
@@ -93,7 +77,10 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
     left_out = _unread(config) | IN_COLUMNS
     if config.prefill_len == prompt_of_window(config.seq_len):
         left_out |= {"prefill_len"}
-    defaults = flat(jsonable(_defaults(config)))
+    defaults = _defaults(config)
+    for name, value in _file_of("method", config.method_name).items():
+        defaults |= {known: value for known in (name, f"method.{name}") if known in defaults}
+    defaults = flat(jsonable(defaults))
     of_run = {field.name for field in fields(config)}
     found = {}
     for name, value in flat(plain(config)).items():
@@ -121,24 +108,15 @@ def _file_of(group: str, name: str) -> dict[str, Any]:
     return settings
 
 
-def _defaults(config: RunConfig) -> dict[str, Any]:
-    """Those of the dataclasses, and for a shipped method of its file in `conf/method`."""
-    found = _defaults_of(config)
-    for name, value in _file_of("method", config.method_name).items():
-        for group in (found, found["method"]):
-            if name in group:
-                group[name] = value
-    return found
-
-
-def _defaults_of(group: Any) -> dict[str, Any]:
+def _defaults(group: Any, prefix: str = "") -> dict[str, Any]:
+    """Those of the dataclasses, with names as of `flat`."""
     found: dict[str, Any] = {}
     for field in fields(group):
-        value = getattr(group, field.name)
+        name, value = f"{prefix}{field.name}", getattr(group, field.name)
         if is_dataclass(value):
-            found[field.name] = _defaults_of(value)
+            found |= _defaults(value, f"{name}.")
         else:
-            found[field.name] = None if field.default is MISSING else field.default
+            found[name] = None if field.default is MISSING else field.default
     return found
 
 
@@ -155,10 +133,10 @@ def in_words(settings: Mapping[str, Any]) -> str:
 def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
     """Sixteen hex digits of the settings that decide numbers and of the data, whatever the code and
     where files lie. inputs: sha256 of every input by name."""
-    unread, settings = _unread(config), without_paths(plain(config))
-    deciding = {name: value for name, value in settings.items() if name not in unread}
-    if "platform.host_gib" in unread:
-        del deciding["platform"]["host_gib"]
+    left_out, deciding = _unread(config) | LOCATIONS, {}
+    for name, value in flat(plain(config)).items():
+        if not {name, name.partition(".")[0]} & left_out:
+            deciding[name] = value
     read = {name: digest for name, digest in inputs.items() if not name.startswith(CODE)}
     return _digest_of({"config": deciding, "inputs": read})[:16]
 

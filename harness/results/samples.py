@@ -1,10 +1,5 @@
 """Samples of records as a long frame, and differences between a method and the full cache, or
-between two runs, on the same windows or questions.
-
-Hard questions are hard for both, so the paired difference is known far better than either value.
-Each difference has its standard error and the smallest difference that would have been detected;
-see `docs/results.md`.
-"""
+between two runs, on the same windows or questions (formulas: `docs/results.md`)."""
 
 import json
 import math
@@ -15,11 +10,12 @@ from typing import Any
 
 import pandas as pd
 
-from harness.results.record import Record, current, read_all, without_paths
+from harness.results.record import LOCATIONS, Record, current, flat, read_all
 from harness.results.stats import detectable, two_sided_p, unseen_rate
 from harness.settings.kinds import COMMON, find
 
 Sample = Mapping[str, Any]
+Samples = Sequence[Sample]
 Numbers = dict[str, float | None]
 
 EXPONENTIAL = {
@@ -51,6 +47,17 @@ num_pairs: questions, windows or prompts. num_contexts: those whose errors are i
 # Samples
 
 
+def parts_of(record: Record) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any], Samples]]:
+    """The texts and tasks of a record, each before its ranges of tokens: its name, first and stop
+    of a range ({} for the whole), the metrics, and the windows, prompts or questions."""
+    for name, entries in record["metrics"].items():
+        kept = [key for key in (name, "windows", "prompts") if key in record["samples"]]
+        yield name, {}, entries, record["samples"][kept[0]] if kept else ()
+        for chunk in record["chunks"]:
+            place = {"first": chunk["first"], "stop": chunk["stop"]}
+            yield name, place, chunk["metrics"], chunk.get("windows", ())
+
+
 def samples_of(records: Iterable[Record]) -> pd.DataFrame:
     """A row per run on texts or tasks, task, metric, and question, window or prompt, with the
     columns `SAMPLES`.
@@ -60,45 +67,30 @@ def samples_of(records: Iterable[Record]) -> pd.DataFrame:
     negative log-likelihood. full: of the full cache where the run itself measured it, on windows.
     asked: on questions, what decides them; None on windows and prompts.
     """
-    rows: list[tuple[Any, ...]] = []
+    rows = []
     for record in records:
-        if record["table"] != "accuracy":
-            continue
-        run = record["experiment"], record["run_id"]
-        for name, entries in record["metrics"].items():
-            task, asked = (*run, task_of(name)), _asked(record, name)
-            rows += _rows((*task, math.nan), asked, entries, _raw_samples(record, name))
-            for chunk in record["chunks"]:
-                windows = chunk.get("windows", ())
-                rows += _rows((*task, chunk["first"]), asked, chunk["metrics"], windows)
+        for name, place, metrics, samples in parts_of(record) if is_scored(record) else ():
+            run = record["experiment"], record["run_id"], task_of(name), place.get("first")
+            asked = _asked(record, name)
+            for metric in metrics:
+                field = EXPONENTIAL.get(metric, metric)
+                for number, sample in enumerate(samples):
+                    if isinstance(sample.get(field), int | float):
+                        at = sample.get("question", number), sample.get("context", number)
+                        full = sample.get("nll_full") if metric == "perplexity" else None
+                        rows.append((*run, metric, asked, *at, sample[field], full))
     frame = pd.DataFrame(rows, columns=SAMPLES)
     return frame.astype({"first": float, "value": float, "full": float})
+
+
+def is_scored(record: Record) -> bool:
+    """Whether a run is of texts or tasks."""
+    return bool(record["table"] == "accuracy")
 
 
 def task_of(name: str) -> str:
     """A task, or the file name of a text."""
     return Path(name).name
-
-
-def _raw_samples(record: Record, name: str) -> Sequence[Sample]:
-    """The questions of a task, or the windows or prompts of a text; none if the run keeps none."""
-    for key in (name, "windows", "prompts"):
-        if key in record["samples"]:
-            found: Sequence[Sample] = record["samples"][key]
-            return found
-    return ()
-
-
-def _rows(
-    key: tuple[Any, ...], asked: str | None, metrics: Iterable[str], samples: Sequence[Sample]
-) -> Iterator[tuple[Any, ...]]:
-    for metric in metrics:
-        field = EXPONENTIAL.get(metric, metric)
-        for number, sample in enumerate(samples):
-            if isinstance(sample.get(field), int | float):
-                place = sample.get("question", number), sample.get("context", number)
-                full = sample.get("nll_full") if metric == "perplexity" else None
-                yield *key, metric, asked, *place, sample[field], full
 
 
 # Differences
@@ -127,19 +119,16 @@ def _difference(metric: str, pairs: pd.DataFrame) -> Numbers:
     """
     own, full = pairs["value"].to_numpy(), pairs["full"].to_numpy()
     mean, change = own.mean(), own - full
-    difference = change.mean()
-    if metric in EXPONENTIAL:
+    difference, is_share = change.mean(), metric not in EXPONENTIAL
+    if not is_share:
         mean, mean_full = math.exp(mean), math.exp(full.mean())
         difference, change = mean - mean_full, mean * own - mean_full * full
-    contexts = pairs["context"].tolist()
+    contexts, values = pairs["context"].tolist(), {*own, *full}
     found = _tested(difference, clustered_stderr(change.tolist(), contexts), len({*contexts}))
     found |= {"mean": mean, "num_pairs": len(pairs)}
-    values = {*own, *full}
-    if metric in EXPONENTIAL:
-        return found
-    if found["difference_stderr"] == 0 and min(values) >= 0 and max(values) <= 1:
+    if is_share and found["difference_stderr"] == 0 and min(values) >= 0 and max(values) <= 1:
         found["detectable"] = unseen_rate(len({*contexts}))
-    if values <= {0, 1}:
+    if is_share and values <= {0, 1}:
         found |= {"gained": (change == 1).sum(), "lost": (change == -1).sum()}
     return found
 
@@ -199,10 +188,7 @@ def is_full(record: Record) -> bool:
 
 def full_runs(*results_dirs: str | Path) -> list[Record]:
     """The full cache's finished runs in results folders, of all experiments."""
-    found: list[Record] = []
-    for folder in results_dirs:
-        found += current(filter(is_full, read_all(folder)))
-    return found
+    return [run for folder in results_dirs for run in current(filter(is_full, read_all(folder)))]
 
 
 def with_full(
@@ -238,6 +224,8 @@ def _asked(record: Record, name: str) -> str | None:
     if name not in record["samples"]:
         return None
     names = {"kind", "model", *find(record["kind"]).depends_on} - MAY_DIFFER
-    settings = without_paths({each: record["config"].get(each) for each in names})
+    settings = flat({each: record["config"].get(each) for each in names})
+    for location in LOCATIONS:
+        settings.pop(location, None)
     data = [record["inputs"].get(each) for each in ("model", "include_path", name)]
     return json.dumps([settings, data], sort_keys=True)

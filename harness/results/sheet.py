@@ -134,12 +134,6 @@ def with_intervals(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def show_interval(low: float, high: float) -> str:
-    """`-245 to +1,195`, with two digits of the end that is farther from zero."""
-    decimals = decimals_of(max(abs(low), abs(high)), ERROR_DIGITS)
-    return f"{low:+,.{decimals}f} to {high:+,.{decimals}f}"
-
-
 def decimals_of(value: float, digits: int) -> int:
     """Decimals of a number that has so many digits; none of 0."""
     return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
@@ -166,29 +160,26 @@ def show_value(row: pd.Series) -> str:
     return f"{row['value']:,.{decimals}f}"
 
 
-def show_score(row: pd.Series) -> str:
-    """The value of a row of `with_intervals`, with its difference to the full cache,
-    `487.5; +475 (95 %: -245 to +1,195)`, or with its standard error where there is none."""
+def show_cell(row: pd.Series, *, has_interval: bool = True) -> str:
+    """The value of a row of `with_intervals`, with the interval of its difference to the full
+    cache, `487.5 (-245 to +1,195)`, or without has_interval a mark where that is without 0. Where
+    it has none, with the difference, `487.5 (+475)`, or else with its standard error."""
+    if row["metric"] == "kl_nats":
+        return show_kl(row["value"], row["stderr"])
     text, factor = show_value(row), quantity(row["metric"]).factor
-    change, stderr, contexts = row["difference"], row["difference_stderr"], row["num_contexts"]
+    low, high, change = row["low"], row["high"], factor * row["difference"]
     if math.isnan(change):
         if not row["stderr"] > 0 or counted(row):
             return text
-        decimals = len(text.partition(".")[2])
-        return f"{text} ± {factor * row['stderr']:,.{decimals}f}"
-    if change == 0 and not stderr > 0:
-        return f"{text}; the same"
-    change *= factor
-    text = f"{text}; {change:+,.{decimals_of(change, ERROR_DIGITS)}f}"
-    if stderr == 0:
-        return f"{text} on each"
-    if not math.isnan(row["low"]):
-        return f"{text} (95 %: {show_interval(row['low'], row['high'])})"
-    if not contexts > 0:
-        return f"{text} (no interval)"
-    part = "window" if row["metric"] in OF_WINDOWS else "context"
-    parts = part if contexts == 1 else f"{part}s"
-    return f"{text} ({contexts:.0f} {parts}: no interval)"
+        return f"{text} ± {factor * row['stderr']:,.{len(text.partition('.')[2])}f}"
+    if not has_interval:
+        return f"{text}*" if low > 0 or high < 0 else text
+    if change == 0 and not high > 0:
+        return f"{text} (same)"
+    if math.isnan(low):
+        return f"{text} ({change:+,.{decimals_of(change, ERROR_DIGITS)}f})"
+    decimals = decimals_of(max(abs(low), abs(high)), ERROR_DIGITS)
+    return f"{text} ({low:+,.{decimals}f} to {high:+,.{decimals}f})"
 
 
 def show_kl(value: float, stderr: float = math.nan) -> str:

@@ -7,11 +7,10 @@ A standard error that was estimated from n independent values is itself uncertai
 """
 
 import math
-from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import pandas as pd
+from scipy.special import stdtr, stdtrit
 
 CONFIDENCE_95 = 0.95
 OF_INTERVAL = (1 + CONFIDENCE_95) / 2
@@ -23,15 +22,15 @@ ROUNDING = 1e-12
 
 
 def critical_value(num_contexts: float | None, probability: float = OF_INTERVAL) -> float:
-    """Standard errors to either side of an interval of 95 %.
+    """Standard errors to either side of an interval of 95 %, by Student's t.
 
     num_contexts: independent values, which are windows, prompts, or contexts whose questions are
     one cluster: one more than the degrees of freedom. Infinite with fewer than two. None where a
     table does not say: the normal distribution's value, 1.96.
     """
     if num_contexts is None:
-        return quantile(math.inf, probability)
-    return quantile(int(num_contexts) - 1, probability) if num_contexts >= 2 else math.inf
+        return float(stdtrit(math.inf, probability))
+    return float(stdtrit(int(num_contexts) - 1, probability)) if num_contexts >= 2 else math.inf
 
 
 def detectable(num_contexts: float | None, power: float = 0.8) -> float:
@@ -42,23 +41,12 @@ def detectable(num_contexts: float | None, power: float = 0.8) -> float:
     return critical_value(num_contexts) + critical_value(num_contexts, power)
 
 
-@cache
-def quantile(degrees: float, probability: float) -> float:
-    """The value that Student's t stays below with `probability`. degrees: of freedom, at least 1;
-    infinite for the normal distribution."""
-    from scipy.special import stdtrit  # here, as a command's help needs no statistics
-
-    return float(stdtrit(degrees, probability))
-
-
 def two_sided_p(value: float, stderr: float | None, degrees: float | None) -> float | None:
     """The probability that a mean of 0 is found at least as far from 0 as `value`, by Student's t.
 
     Without a standard error None. With one of 0, where all values are alike: 1 if they are 0, else
     None, as t has no value then.
     """
-    from scipy.special import stdtr
-
     if stderr is None or degrees is None:
         return None
     if stderr == 0:
@@ -84,81 +72,61 @@ def holm(p_values: pd.Series) -> pd.Series:
 
 
 def estimates(
-    values: pd.DataFrame, by: Sequence[str], *, over_models: bool = False
+    values: pd.DataFrame, weights: float | pd.Series = 1, *, over_models: bool = False
 ) -> pd.DataFrame:
-    """Means of groups of values, each with its error: the groups in order, a line each.
+    """The mean of each column of `values` with its error, a line each.
 
-    All models weigh alike, in a model all parts, in a part of a model the values by `weight`.
+    All models weigh alike, in a model all parts, in a part of a model the values by `weights`.
     Models and parts are fixed: a mean speaks of those that ran. The places of a part are the
     sample. The same place on several models is one cluster, since what is hard there is hard for
     all models.
 
-    values: columns `by`, `model`, `part` (a text or a task), `place` (in a text, or the number of a
-    context of questions; at most one value each), `value` and `weight`.
+    values: by `model`, `part` (a text or a task) and `place` (in a text, or the number of a context
+    of questions). NaN: a column has no value there. weights: of its rows.
     over_models: of several models the error that models drawn from many would have, their standard
     deviation / sqrt(models). Where their means are equal but not 0, the error of the places stands.
 
     Columns: `mean`, `stderr`, `degrees` of freedom, `low` and `high` of the 95 % interval, `p` of
-    a mean of 0, `num_places`. NaN where a value is missing; but for the mean and the number of
-    places, also where a model has a single place of some part.
+    a mean of 0, `num_places`. NaN without values; but for the mean and the number of places, also
+    where a model has a single place of some part.
     """
-    from scipy.special import stdtrit
+    stratum, place = ["model", "part"], ["part", "place"]
+    is_there = values.notna()
+    weights = is_there.mul(weights, axis=0)
+    share = weights / weights.groupby(stratum).transform("sum")
+    num_parts = is_there.groupby(stratum).any().groupby("model").sum()
+    num_models = (num_parts > 0).sum()
+    weight = share / num_parts.reindex(values.index, level="model") / num_models
+    of_models = (weight * values).groupby("model").sum()
+    mean = of_models.sum()
 
-    names = [*by, "model", "part"]
-
-    def numbered(*columns: str) -> pd.Series:
-        """The number of each value's group."""
-        return values.groupby(list(columns), sort=False, dropna=False).ngroup()
-
-    group, model, stratum = numbered(*by), numbered(*by, "model"), numbered(*names)
-    part, place = numbered(*by, "part"), numbered(*by, "part", "place")
-    group_of_model, group_of_part = (group.groupby(inner).first() for inner in (model, part))
-    part_of_place = part.groupby(place).first()
-
-    num_models = values["model"].groupby(group).transform("nunique")
-    num_parts = values["part"].groupby(model).transform("nunique")
-    share = values["weight"] / values["weight"].groupby(stratum).transform("sum")
-    weight = share / (num_models * num_parts)
-    weighted = weight * values["value"]
-    found = pd.DataFrame({"mean": weighted.groupby(group).sum()})
-
-    num_values = stratum.groupby(stratum).transform("size")
-    mean_of_stratum = (share * values["value"]).groupby(stratum).transform("sum")
+    num_values = is_there.groupby(stratum).transform("sum").where(is_there)
     scale = np.sqrt(num_values / (num_values - 1).where(num_values > 1))
-    residual = weight * scale * (values["value"] - mean_of_stratum)
-    variance_of_part = residual.groupby(place).sum().pow(2).groupby(part_of_place).sum()
-    variance = variance_of_part.groupby(group_of_part).sum()
+    residual = weight * scale * (values - (share * values).groupby(stratum).transform("sum"))
+    variances = residual.groupby(place).sum().pow(2).groupby("part").sum()
     # Kish's effective number of places: some may have fewer models than others.
-    weights = weight.groupby(place).sum()
-    effective = weights.groupby(part_of_place).sum() ** 2
-    effective /= (weights**2).groupby(part_of_place).sum()
-    degrees_of_part = effective - 1
-    of_part = (variance_of_part**2 / degrees_of_part).groupby(group_of_part).sum()
-    found["stderr"] = np.sqrt(variance)
-    found["degrees"] = variance**2 / of_part
-    largest = values["value"].abs().groupby(group).max()
+    of_place = weight.groupby(place).sum()
+    effective = of_place.groupby("part").sum() ** 2 / of_place.pow(2).groupby("part").sum()
+    stderr = np.sqrt(variances.sum())
+    degrees = variances.sum() ** 2 / (variances**2 / (effective - 1)).sum()
     # Rounding leaves residuals of equal values that are not quite 0.
-    is_alike = found["stderr"] <= ROUNDING * largest
-    found.loc[is_alike, "stderr"] = 0.0
-    found.loc[is_alike, "degrees"] = degrees_of_part.groupby(group_of_part).sum()
-    found["degrees"] = np.floor(found["degrees"] + 1e-9).clip(lower=1)
-    has_error = num_values.groupby(group).min() > 1
-    found[["stderr", "degrees"]] = found[["stderr", "degrees"]].where(has_error, axis=0)
+    largest = values.abs().max()
+    is_alike = stderr <= ROUNDING * largest
+    stderr = stderr.mask(is_alike, 0.0)
+    degrees = np.floor(degrees.mask(is_alike, (effective - 1).sum()) + 1e-9).clip(lower=1)
+    has_error = num_values.min() > 1
+    stderr, degrees = stderr.where(has_error), degrees.where(has_error)
 
     if over_models:
-        means = weighted.groupby(model).sum() / weight.groupby(model).sum()
-        of_models = means.groupby(group_of_model)
-        count, stderr = of_models.size(), of_models.sem()
-        is_sample = (count > 1) & ((stderr > 0) | (largest == 0))
-        found["stderr"] = stderr.where(is_sample, found["stderr"])
-        found["degrees"] = (count - 1).where(is_sample, found["degrees"])
+        spread = (of_models * num_models).where(num_parts > 0).sem()
+        is_sample = (num_models > 1) & ((spread > 0) | (largest == 0))
+        stderr = spread.where(is_sample, stderr)
+        degrees = (num_models - 1).where(is_sample, degrees)
 
-    half = stdtrit(found["degrees"], OF_INTERVAL) * found["stderr"]
-    found["low"], found["high"] = found["mean"] - half, found["mean"] + half
-    tested = zip(found["mean"], found["stderr"], found["degrees"], strict=True)
-    found["p"] = np.array([two_sided_p(*each) for each in tested], dtype=float)
-    is_known = values["value"].notna().groupby(group).all()
-    found = found.where(is_known, axis=0)
-    found["num_places"] = place.groupby(group).nunique()
-    keys = values[list(by)].groupby(group).first()
-    return keys.join(found).set_index(list(by))
+    half = stdtrit(degrees, OF_INTERVAL) * stderr
+    found = {"mean": mean, "stderr": stderr, "degrees": degrees}
+    found |= {"low": mean - half, "high": mean + half}
+    tested = zip(mean, stderr, degrees, strict=True)
+    found["p"] = pd.Series([two_sided_p(*each) for each in tested], values.columns, dtype=float)
+    num_places = is_there.groupby(place).any().sum()
+    return pd.DataFrame(found).where(num_places > 0).assign(num_places=num_places)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """The numbers that follow from seconds; see the module. None where there is no step."""
+class StepStats:
+    """The numbers of the module; of seconds None where there is no step."""
 
     ttft_s: float | None = None
     decode_s: float | None = None
@@ -50,12 +50,6 @@ class StepTimes:
     tpot_p95_s: float | None = None
     tpot_p99_s: float | None = None
     tpot_std_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepStats(StepTimes):
-    """All numbers of the module."""
-
     link_utilisation: float | None = None
     hit_rate: float | None = None
     host_kv_bytes: int | None = None
@@ -67,48 +61,41 @@ class StepStats(StepTimes):
 
 def times_of(
     ttft_s: float, step_s: Sequence[float], *, batch_size: int, num_steps: int | None = None
-) -> StepTimes:
-    """The numbers of steps that took `step_s`. num_steps: of the whole text, if only some were
-    timed; decode_s is then their mean times this number."""
-    if num_steps is None:
-        num_steps = len(step_s)
+) -> dict[str, Any]:
+    """The numbers of steps that took `step_s`, by name. num_steps: of the whole text, if only some
+    were timed; decode_s is then their mean times this number."""
     if not step_s:
-        return StepTimes(ttft_s=ttft_s, decode_s=0.0)
-    mean_s = statistics.fmean(step_s)
-    decode_s = num_steps * mean_s
+        return {"ttft_s": ttft_s, "decode_s": 0.0}
+    num_steps, mean_s = num_steps or len(step_s), statistics.fmean(step_s)
     median, p95, p99 = np.quantile(step_s, (0.5, 0.95, 0.99)).tolist()
-    return StepTimes(
-        ttft_s=ttft_s,
-        decode_s=decode_s,
-        tokens_per_s=ratio(batch_size * (num_steps + 1), ttft_s + decode_s),
-        decode_tokens_per_s=ratio(batch_size, mean_s),
-        sequence_tokens_per_s=ratio(1, mean_s),
-        tpot_p50_s=median,
-        tpot_p95_s=p95,
-        tpot_p99_s=p99,
-        tpot_std_s=deviation(step_s),
-    )
+    return {
+        "ttft_s": ttft_s,
+        "decode_s": num_steps * mean_s,
+        "tokens_per_s": ratio(batch_size * (num_steps + 1), ttft_s + num_steps * mean_s),
+        "decode_tokens_per_s": ratio(batch_size, mean_s),
+        "sequence_tokens_per_s": ratio(1, mean_s),
+        "tpot_p50_s": median,
+        "tpot_p95_s": p95,
+        "tpot_p99_s": p99,
+        "tpot_std_s": deviation(step_s),
+    }
 
 
 def stats_of(session: LiveSession) -> StepStats:
     """The numbers of all steps of a live session so far. Waits until nothing is under way."""
     session.drain()
-    times = times_of(
-        session.clock.ttft_s, session.clock.step_s, batch_size=len(session.batch.prompts)
-    )
+    clock, is_on_disk = session.clock, session.placement == "disk"
     busy_s = sum(use.busy_s for use in session.link_uses)
     span_s = sum(use.span_s for use in session.link_uses)
-    hit_rate = None
-    if session.links:
-        hit_rate = ratio(float(session.rows_found), float(session.rows_read))
+    rows = session.rows_found, session.rows_read
     return StepStats(
-        **vars(times),
+        **times_of(clock.ttft_s, clock.step_s, batch_size=len(session.batch.prompts)),
         link_utilisation=ratio(busy_s, span_s),
-        hit_rate=hit_rate,
+        hit_rate=ratio(*map(float, rows)) if session.links else None,
         host_kv_bytes=session.host_bytes,
         device_kv_bytes=session.device_bytes,
-        disk_kv_bytes=session.disk_bytes if session.placement == "disk" else None,
-        disk_read_bytes=session.disk_read_bytes if session.placement == "disk" else None,
+        disk_kv_bytes=session.disk_bytes if is_on_disk else None,
+        disk_read_bytes=session.traffic.block_bytes if is_on_disk else None,
         tokens_evicted=session.reads.tokens_evicted,
     )
 

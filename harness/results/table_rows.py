@@ -2,7 +2,8 @@
 compared with the full cache."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,12 @@ from harness.results.samples import (
     DIFFERENCES,
     KEY,
     LAYERS,
-    Sample,
+    Samples,
     clustered_stderr,
     differences_of,
+    is_scored,
     over_tasks,
+    parts_of,
     samples_of,
     task_of,
     with_full,
@@ -43,6 +46,9 @@ CONDITIONS = (
 NO_METRICS = {*CONDITIONS, "num_truncated", "num_dense", "num_contexts"}
 IN_BUDGET = ("budget", DENSE_LAYERS.name)
 """Settings of a method that the budget in the name of a series says: it counts dense layers."""
+SHAPES = {name: name for name in ("accuracy", "latency", "analysis")} | {"capacity": "latency"}
+"""The shape of each table that records name."""
+STDERRS = ("stderr", "repeats_stderr")
 Row = dict[str, Any]
 
 
@@ -52,16 +58,14 @@ def frames_of(
     *,
     weights: bool = True,
 ) -> dict[str, pd.DataFrame]:
-    """The rows of the newest finished records by shape of table, with all columns of the shape.
+    """The rows of the newest finished records by the field `table`, with all columns of its shape.
 
     The full cache's run is looked for among the records, then among those that `elsewhere` returns.
     weights: different weights of one model count as a setting.
     """
     finished = current(records)
     settings = _settings(finished, weights)
-    rows: dict[str, list[Row]] = {
-        "accuracy": [], "latency": [], "analysis": [], "capacity": []
-    }  # fmt: skip
+    rows: dict[str, list[Row]] = {name: [] for name in SHAPES}
     for record in finished:
         of_run = {
             "experiment": record["experiment"],
@@ -73,8 +77,10 @@ def frames_of(
         }
         for row in _rows_of(record):
             rows[record["table"]].append(of_run | row)
-    frames = {shape: with_columns(pd.DataFrame(rows[shape]), shape) for shape in rows}
-    scored = [record for record in finished if record["table"] == "accuracy"]
+    frames = {}
+    for table, found in rows.items():
+        frames[table] = with_columns(pd.DataFrame(found), SHAPES[table])
+    scored = list(filter(is_scored, finished))
     frames["accuracy"] = _compared(frames["accuracy"], scored, elsewhere)
     return frames
 
@@ -116,15 +122,13 @@ def layers_of(records: Iterable[Record]) -> pd.DataFrame:
 def _settings(records: Sequence[Record], weights: bool) -> dict[str, str]:
     """The settings of runs in words, by run_id; with the weights if runs of one model name have
     different ones. A model may be replaced under its name."""
-    digests: dict[str, set[str]] = {}
+    digests: dict[str, set[str | None]] = defaultdict(set)
     for record in records:
-        if weights and "model" in record["inputs"]:
-            of_model = digests.setdefault(record["config"]["model"]["name"], set())
-            of_model.add(record["inputs"]["model"])
+        digests[record["config"]["model"]["name"]].add(record["inputs"].get("model"))
     found = {}
     for record in records:
         settings, digest = dict(record["settings"]), record["inputs"].get("model")
-        if digest and len(digests.get(record["config"]["model"]["name"], ())) > 1:
+        if weights and digest and len(digests[record["config"]["model"]["name"]] - {None}) > 1:
             settings["weights"] = digest[:8]
         found[record["run_id"]] = in_words(settings)
     return found
@@ -135,64 +139,45 @@ def _settings(records: Sequence[Record], weights: bool) -> dict[str, str]:
 
 def _rows_of(record: Record) -> Iterator[Row]:
     """The rows of a record. A metric that was not measured (None) has no row."""
-    config, metrics = record["config"], record["metrics"]
+    metrics, asked = record["metrics"], record["config"].get("budget")
     if record["table"] == "analysis":
-        for point in metrics["points"]:
-            yield {"source": metrics["source"]} | point
+        yield from ({"source": metrics["source"]} | point for point in metrics["points"])
         return
-    rows: Iterable[Row] = [metrics]
-    if record["table"] == "capacity":
-        rows = metrics["points"]
-    if record["table"] == "accuracy":
-        rows = _scores(record)
-    asked = config.get("budget")
+    rows = _scores(record) if is_scored(record) else metrics.get("points", [metrics])
     for row in rows:
         yield row | {"unmet_budget": asked if is_unmet(asked, row.get("budget")) else None}
 
 
 def _scores(record: Record) -> Iterator[Row]:
-    """A row for each task and metric, then those of ranges of a text's tokens, and of lengths and
+    """A row for each task and metric, those of ranges of a text's tokens, and those of lengths and
     depths of needles."""
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
-    for name, entries in record["metrics"].items():
-        of_task: Row = {"source": "measured", "seq_len": seq_len, "task": task_of(name)}
-        of_task |= {name: entries[name] for name in CONDITIONS if name in entries}
-        of_part = of_task | {"num_contexts": of_task.get("num_samples")}
-        for value in _values(entries):
-            yield of_task | value
-        for chunk in record["chunks"]:
-            for value in _values(chunk["metrics"]):
-                yield of_part | value | {part: chunk[part] for part in ("first", "stop")}
-        for depth in depth_rows(record["samples"].get(name, ())):
+    for name, place, entries, samples in parts_of(record):
+        of_task = {"source": "measured", "seq_len": seq_len, "task": task_of(name)} | place
+        conditions = record["metrics"][name]
+        of_task |= {each: conditions[each] for each in CONDITIONS if each in conditions}
+        if place:
+            of_task["num_contexts"] = of_task.get("num_samples")
+        for metric, value in entries.items():
+            is_other = metric in NO_METRICS or metric.endswith("_stderr")
+            if isinstance(value, int | float) and not is_other:
+                stderrs = {each: entries.get(f"{metric}_{each}") for each in STDERRS}
+                yield of_task | {"metric": metric, "value": value} | stderrs
+        for depth in _depths(() if place else samples):
             yield of_task | depth
 
 
-def _values(entries: Mapping[str, Any]) -> Iterator[Row]:
-    for metric, value in entries.items():
-        if metric in NO_METRICS or metric.endswith("_stderr"):
-            continue
-        if isinstance(value, int | float):
-            yield {
-                "metric": metric,
-                "value": value,
-                "stderr": entries.get(f"{metric}_stderr"),
-                "repeats_stderr": entries.get(f"{metric}_repeats_stderr"),
-            }
-
-
-def depth_rows(samples: Sequence[Sample]) -> Iterator[Row]:
+def _depths(samples: Samples) -> Iterator[Row]:
     """A row for each length in tokens and depth of the needle; none for a task without needles."""
     needles = pd.DataFrame([sample for sample in samples if sample.get("depth") is not None])
     if needles.empty:
         return
-    needles["fifth"] = (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
-    place = ["length", "fifth"]
-    for _, found in needles.groupby(place, sort=False):
-        length, fifth = found[place].iloc[0].tolist()
+    fifth = (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
+    for (length, depth), found in needles.groupby([needles["length"], fifth], sort=False):
         scores = found[str(length)].tolist()
         yield {
-            "depth": fifth / NUM_DEPTHS,
+            "depth": depth / NUM_DEPTHS,
             "metric": str(length),
             "value": sum(scores) / len(scores),
             "stderr": clustered_stderr(scores, range(len(scores))),

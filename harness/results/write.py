@@ -3,11 +3,9 @@ and a `.md` page of it for people. The plain tables behind the board have no pag
 
 The CSV has fixed columns and one row per (run, task, metric) of accuracy, per timed run, or per
 point of an analysis. Seconds, bytes, fractions in [0, 1]; empty where nothing was measured. The
-same records give the same bytes. The project ships tables without their records; those rows have
-`shipped=yes` and stay until a run of one's own has the same identity (`columns.IDENTITY`). All
-other rows are made from the records that are there.
+project ships tables without their records; those rows have `shipped=yes` and stay until a run of
+one's own has the same identity (`columns.IDENTITY`). All other rows are made of the records.
 
-    python -c "from harness.results.write import update; update('outputs', 'fig11')"
     python -m harness.results.write results      # for maintainers: mark all rows as shipped
 """
 
@@ -20,7 +18,7 @@ import pandas as pd
 
 from harness.errors import UserError, exit_code
 from harness.files import holding, write_atomic
-from harness.results import board_evidence
+from harness.results import board_rows
 from harness.results.columns import (
     IDENTITY,
     NO_TABLE,
@@ -32,7 +30,7 @@ from harness.results.columns import (
 from harness.results.metrics import rank
 from harness.results.record import Record, current, read_records
 from harness.results.samples import full_runs
-from harness.results.table_rows import frames_of, layers_of
+from harness.results.table_rows import SHAPES, frames_of, layers_of
 from harness.settings.kinds import BOARD, find
 from harness.settings.paths import shipped_beside
 from harness.settings.schema import kind_of
@@ -44,11 +42,17 @@ LAYERS_TABLE = "attention_error"
 MACHINE = ["model", "platform", "source"]
 TIMED_RUN = [*MACHINE, "batch_size", "prompt_len", "gen_len"]
 """What a timed run is of, besides its system."""
+FIGURES_OF_SPEED = {
+    "fig14": ("batch_size", True), "fig15": ("batch_size", False), "fig16a": ("prompt_len", False),
+    "fig16b": ("model", False), "fig18": ("prompt_len", True),
+}  # fmt: skip
+"""The axis of each figure's sweep, and whether it shows the largest value alone: as in the paper,
+14 has the largest batch of 15, and 18 the longest prompt of 16a."""
 _OF_BOARD = "dense_layers run_id"
 ORDER = {
     "accuracy": "model label task seq_len budget part end rank run_id",
-    "latency": "model label batch_size prompt_len gen_len budget run_id",
-    "capacity": "model label platform prompt_len gen_len memory_bytes batch_size budget run_id",
+    "latency": "model label platform context memory_bytes batch_size prompt_len gen_len budget "
+    "run_id",
     "board_texts": f"model label asked_budget seq_len text {_OF_BOARD} window",
     "board_answers": f"model label asked_budget task {_OF_BOARD} context_id",
     "board_steps": f"model label asked_budget {_OF_BOARD}",
@@ -76,12 +80,12 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         shape = find(kind).table if kind else next((run["table"] for run in records), "accuracy")
         own = {experiment: (shape, frames[shape])}
         if len(frames["capacity"]):
-            own["capacity"] = "capacity", frames["capacity"]
+            own["capacity"] = "latency", frames["capacity"]
         if experiment == "perplexity":
             own[LAYERS_TABLE] = "analysis", layers_of(records)
         if experiment == BOARD:
-            for name, of_board in board_evidence.evidence_of(records).items():
-                of_shape = board_evidence.SHAPES[name]
+            for name, of_board in board_rows.evidence_of(records).items():
+                of_shape = board_rows.SHAPES[name]
                 own[name] = of_shape, with_columns(of_board, of_shape)
         tables = {}
         for name, (of_table, rows) in own.items():
@@ -95,36 +99,18 @@ def update(results_dir: str | Path, experiment: str) -> Path:
 
 
 def _figures_of_speed(timed: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Each figure of speed with its rows of `latency`. As in the paper, 14 has the largest batch of
-    15, 18 the longest prompt of 16a. Each model and machine has a sweep of its own."""
-    batches = _widest_sweep(timed, "batch_size")
-    prompts = _widest_sweep(timed, "prompt_len")
-    for figure, rows in (
-        ("fig14", _largest(batches, "batch_size")),
-        ("fig15", batches),
-        ("fig16a", prompts),
-        ("fig16b", _widest_sweep(timed, "model", least=2)),
-        ("fig18", _largest(prompts, "prompt_len")),
-    ):
+    """Each figure of speed with its rows of `latency`: on each machine the setups (all of a run but
+    the axis) with the most values of the axis; of models at least two."""
+    for figure, (axis, is_largest) in FIGURES_OF_SPEED.items():
+        setup, machine = ([name for name in of if name != axis] for of in (TIMED_RUN, MACHINE))
+        num_values = timed.groupby(setup, dropna=False)[axis].transform("nunique")
+        on_machine = num_values.groupby([timed[name] for name in machine], dropna=False)
+        least = 2 if axis == "model" else 1
+        rows = timed[num_values == on_machine.transform("max").clip(lower=least)]
+        if is_largest:
+            largest = rows.groupby(setup, dropna=False)[axis].transform("max")
+            rows = rows[rows[axis] == largest]
         yield figure, rows.assign(experiment=figure)
-
-
-def _widest_sweep(timed: pd.DataFrame, axis: str, least: int = 1) -> pd.DataFrame:
-    """The runs of the setups with the most values of `axis` on their machine, and `least`.
-
-    A setup is all of a run but `axis`.
-    """
-    setup = [name for name in TIMED_RUN if name != axis]
-    machine = [timed[name] for name in MACHINE if name != axis]
-    num_values = timed.groupby(setup, dropna=False)[axis].transform("nunique")
-    most = num_values.groupby(machine, dropna=False).transform("max")
-    return timed[num_values == most.clip(lower=least)]
-
-
-def _largest(timed: pd.DataFrame, axis: str) -> pd.DataFrame:
-    """The runs with the largest value of `axis` in each setup."""
-    setup = [name for name in TIMED_RUN if name != axis]
-    return timed[timed[axis] == timed.groupby(setup, dropna=False)[axis].transform("max")]
 
 
 # Shipped rows beside one's own
@@ -136,12 +122,18 @@ def joined(path: Path, shape: str, own: pd.DataFrame) -> pd.DataFrame:
     The shipped rows are those of the results beside the folder of `path` (`shipped_beside`), else
     those in the table at `path`. Raises UserError for a damaged table.
     """
-    shipped = _shipped_rows(path, shape)
-    identity = list(IDENTITY[shape])
-    replaced = own[identity].drop_duplicates()
-    found = shipped[identity].merge(replaced, how="left", on=identity, indicator=True)
+    shipped, identity = _shipped_rows(path, shape), list(IDENTITY[shape])
+    replaced = _identified(own)[identity].drop_duplicates()
+    found = _identified(shipped)[identity].merge(replaced, "left", on=identity, indicator=True)
     stays = (found["_merge"] == "left_only").to_numpy()
     return ordered(shape, pd.concat([shipped[stays], own], ignore_index=True))
+
+
+def _identified(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a `fixed_batch`, which a largest batch is not."""
+    if "largest_batch" not in rows:
+        return rows
+    return rows.assign(fixed_batch=rows["batch_size"].where(rows["largest_batch"].isna()))
 
 
 def _shipped_rows(path: Path, shape: str) -> pd.DataFrame:
@@ -184,7 +176,7 @@ def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
     from harness.results.pages import render_terminal
 
     frames = frames_of(records, elsewhere)
-    texts = [render_terminal(ordered(shape, frames[shape])) for shape in frames]
+    texts = [render_terminal(ordered(SHAPES[name], frames[name])) for name in frames]
     return "\n\n".join(filter(None, texts))
 
 
@@ -196,7 +188,7 @@ def ship(results_dir: Path) -> None:
     for path in sorted(results_dir.glob("tables/*.csv")):
         rows = read_frame(path)
         shape = shape_of(rows.columns)
-        is_predicted = shape != "capacity" and (rows["source"] == "modelled").any()
+        is_predicted = path.stem != "capacity" and (rows["source"] == "modelled").any()
         if shape not in MADE and not is_predicted:
             _write(path, shape, ordered(shape, rows.assign(shipped="yes")))
 
@@ -211,7 +203,7 @@ def _write(path: Path, shape: str, rows: pd.DataFrame) -> None:
         page.unlink(missing_ok=True)
         return
     write_atomic(path, csv_of(rows, shape))
-    if shape not in board_evidence.SHAPES.values():
+    if shape not in board_rows.SHAPES.values():
         write_atomic(page, render_markdown(path.stem, rows))
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ class Option:
     """A method of the board at a budget, in a place of `PLACES`, under the question's settings.
 
     board: its row of `board_rows`. words: its settings on a command line. asked: the question.
-    step: of the cost model, with its capacity. most_questions: of any row of the board.
+    step: of the cost model, with its capacity.
     """
 
     board: pd.Series
@@ -78,13 +78,21 @@ class Option:
     words: Sequence[str]
     asked: RunConfig
     step: Step
-    most_questions: int
 
     @property
     def label(self) -> str:
         """The method in words."""
-        label: str = self.board["label"]
-        return label
+        return str(self.board["label"])
+
+    @property
+    def key(self) -> str:
+        """Method and codec, as advise.yaml names them."""
+        return str(self.board["key"])
+
+    @property
+    def lost(self) -> float:
+        """Share of the full cache's right answers that are lost; NaN: not measured."""
+        return float(self.board["answers_lost"])
 
     @property
     def users(self) -> int:
@@ -102,33 +110,30 @@ class Option:
         return self.step.seconds(self.served) if self.served else math.inf
 
     @property
-    def own_tpot_s(self) -> float | None:
-        """Seconds of a step of this code; None where its launches were not counted."""
+    def total(self) -> float:
+        """Tokens/s of all users."""
+        return self.served / self.tpot_s
+
+    @property
+    def own_total(self) -> float | None:
+        """Tokens/s of all users by this code; None where its launches were not counted."""
         launches = KNOWN["launches"].get(self.key)
         if launches is None or not self.served:
             return None
         full_layer, on_device = KNOWN["launches"]["full"][0], self.place == DEVICE
         link = 0 if on_device else LINK_LAUNCHES
         host_s = self.step.host_seconds(full_layer, launches[0 if on_device else 1], link)
-        return max(self.tpot_s, host_s)
-
-    @property
-    def key(self) -> str:
-        """Method and codec, as advise.yaml names them."""
-        return _key(self.board)
+        return self.served / max(self.tpot_s, host_s)
 
     def total_at(self, users: int) -> float:
         """Tokens/s of as many of these users as fit at a time."""
         served = min(users, self.users)
         return served / self.step.seconds(served) if served else 0.0
 
-    @property
-    def total(self) -> float:
-        """Tokens/s of all users."""
-        return self.served / self.tpot_s
-
-    def at_hit_rate(self, hit_frac: float) -> float:
-        """Tokens/s of all users if the GPU cache has this share of the selected rows."""
+    def total_at_hit_rate(self, hit_frac: float) -> float:
+        """Tokens/s of all users where a GPU cache has this share of the selected rows."""
+        if self.place != CACHED:
+            return self.total
         return replace(self, step=replace(self.step, hit_frac=hit_frac)).total
 
     def with_weights(self, bits: float) -> Option:
@@ -149,31 +154,14 @@ class Option:
         return least, most
 
     @property
-    def lost(self) -> float | None:
-        """Share of the full cache's right answers that are lost; None: not measured."""
-        return number_in(self.board, "answers_lost")
-
-    @property
-    def ratio(self) -> float | None:
-        """KL over the oracle's; None: not measured."""
-        return number_in(self.board, "ratio")
-
-    @property
-    def num_questions(self) -> int | None:
-        """Questions of the board that it was asked; None for none."""
-        number = number_in(self.board, "num_questions")
-        return None if number is None else int(number)
-
-    @property
     def was_asked_all(self) -> bool:
         """Whether it was asked all questions of the board: some rows are of one model alone."""
-        return self.num_questions == self.most_questions
+        return bool(self.board["num_questions"] == self.board["most_questions"])
 
     @property
     def loses_little(self) -> bool:
         """Whether it is known to lose no more answers than allowed."""
-        limit = self.asked.advise.answers_lost
-        return self.lost is not None and self.lost <= limit and self.was_asked_all
+        return self.lost <= self.asked.advise.answers_lost and self.was_asked_all
 
     @property
     def why_not(self) -> str:
@@ -186,12 +174,13 @@ class Option:
             return f"{1 / self.tpot_s:.1f} tokens/s for a user"
         if asked.ttft_s is not None and self.ttft_s[0] > asked.ttft_s:
             return f"a prompt takes {self.ttft_s[0]:.1f} s"
-        if self.lost is None:
+        if math.isnan(self.lost):
             return NOT_MEASURED
         if self.lost > asked.answers_lost:
             return f"loses {_points(self)}"
         if not self.was_asked_all:
-            return f"was asked {self.num_questions} of {self.most_questions} questions"
+            number, most = self.board["num_questions"], self.board["most_questions"]
+            return f"was asked {number:.0f} of {most:.0f} questions"
         return ""
 
 
@@ -223,13 +212,12 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
     found: list[Option] = []
     left: dict[str, str] = {}
     rows = board_rows(config.latency.prompt_len + config.latency.gen_len)
-    most_questions = int(rows["num_questions"].max())
     for row in bar([row for _, row in rows.iterrows()], desc="advice", unit="row"):
-        if number_in(row, "answers_lost") is None and row["family"] != "codes":
+        if math.isnan(row["answers_lost"]) and row["family"] != "codes":
             left[row["label"]] = "nobody measured the answers that it loses"
             continue
         try:
-            found += _options(config, row, most_questions)
+            found += _options(config, row)
         except UserError as error:
             if row["method"] == "full":
                 raise
@@ -244,18 +232,20 @@ def board_rows(context: int) -> pd.DataFrame:
     """The board's rows over all models that a live session can have, each at its longest windows
     that are no longer than the context; the full cache first.
 
-    `answers_lost` is the share of the full cache's right answers that a row loses, NaN where nobody
-    measured it. A format of the cache that the board lacks has a row without measurements.
+    Further columns: `answers_lost`, the share of the full cache's right answers that a row loses,
+    NaN where nobody measured it; `most_questions`, of any row; `added_codec`, "" where it is the
+    method's own; `key`, the method with it; `own_budget`, of the full cache and of codecs, which
+    have none to set. A format of the cache that the board lacks has a row without measurements.
     """
     import pandas as pd  # here, as a command's help needs no pandas
 
     board = read_frame(BOARD)
-    has_own_budget = board["family"].isin(OWN_BUDGET)
-    can_have = has_own_budget | (board["apart"] == "")  # it cannot have this budget, else
+    board["own_budget"] = board["family"].isin(OWN_BUDGET)
+    can_have = board["own_budget"] | (board["apart"] == "")  # it cannot have this budget, else
     board = board[(board["over"] == OVER) & (board["family"] != "oracle") & can_have]
     is_full = (board["method"] == "full") & (board["codec"] == "")
     board = board.assign(answers_lost=(-board["answers_difference"]).mask(is_full, 0))
-    budget = board["asked_budget"].mask(has_own_budget)
+    budget = board["asked_budget"].mask(board["own_budget"])
     length = board["seq_len"]
     fitting = length.where(length <= context, -length)  # else the shortest
     same = fitting.groupby([board["label"], budget], sort=False, dropna=False)
@@ -266,35 +256,27 @@ def board_rows(context: int) -> pd.DataFrame:
         if name not in set(rows["method"]):
             _, file = shipped(name)
             row = {"label": file["title"], "method": name, "codec": file["codec"]}
-            formats.append(row | {"family": "codes", "dense_numbers": ""})
-    return pd.concat([rows, pd.DataFrame(formats)], ignore_index=True)
+            formats.append(row | {"family": "codes", "dense_numbers": "", "own_budget": True})
+    rows = pd.concat([rows, pd.DataFrame(formats)], ignore_index=True)
+    has_own_codec = rows["method"].map(lambda method: "codec" in shipped(method)[1])
+    added = rows["codec"].mask(has_own_codec, "")
+    key = rows["method"] + ("+" + added).where(added != "", "")
+    return rows.assign(added_codec=added, key=key, most_questions=rows["num_questions"].max())
 
 
-def number_in(row: pd.Series, name: str) -> float | None:
-    """A number of a row of the board; None where it has none."""
-    return None if math.isnan(row[name]) else float(row[name])
-
-
-def reads_own_budget(row: pd.Series) -> bool:
-    """True for the full cache and for codecs, which have no budget to set."""
-    return row["family"] in OWN_BUDGET
-
-
-def _options(config: RunConfig, row: pd.Series, most_questions: int) -> Iterator[Option]:
+def _options(config: RunConfig, row: pd.Series) -> Iterator[Option]:
     """A row of the board in each place that its method has. Raises UserError for what cannot be
     known."""
     from harness.paper.costmodel.capacity import modelled_step
 
     words = [f"method={row['method']}"]
-    if not reads_own_budget(row):
+    if not row["own_budget"]:
         words.append(f"budget={row['asked_budget']}")
-    if _has_added_codec(row):
+    if row["added_codec"]:
         words += [f"codec={row['codec']}", f"group_size={group_size()}"]
     dense = (row["dense_numbers"] or "0").split(" or ")[-1]
     words.append(f"method.dense_layers={dense}")
     made = modelled(config, ["gpu_cache=0", *words])
-    given = config.advise.hit_frac
-    hit_frac = HIT_FRAC if given is None else given
     step = modelled_step(made, weight_bits=config.advise.weight_bits)
     for place, settings in PLACES.items():
         has_cache = settings["gpu_cache"] > 0
@@ -304,9 +286,9 @@ def _options(config: RunConfig, row: pd.Series, most_questions: int) -> Iterator
             continue
         plan = replace(step.capacity.plan, **settings)  # which knows the sizes of its state
         capacity = replace(step.capacity, plan=plan)
-        here = replace(step, capacity=capacity, hit_frac=hit_frac if has_cache else 0.0)
+        here = replace(step, capacity=capacity, hit_frac=_hit_frac(config) if has_cache else 0.0)
         placed = [*words, *(f"{name}={value}" for name, value in settings.items())]
-        yield Option(row, place, placed, config, here, most_questions)
+        yield Option(row, place, placed, config, here)
 
 
 def modelled(asked: RunConfig, words: Sequence[str]) -> RunConfig:
@@ -326,13 +308,9 @@ def group_size() -> int:
     return int(found)
 
 
-def _has_added_codec(row: pd.Series) -> bool:
-    return bool(row["codec"]) and "codec" not in shipped(row["method"])[1]
-
-
-def _key(row: pd.Series) -> str:
-    method: str = row["method"]
-    return f"{method}+{row['codec']}" if _has_added_codec(row) else method
+def _hit_frac(config: RunConfig) -> float:
+    given = config.advise.hit_frac
+    return HIT_FRAC if given is None else given
 
 
 # The answer
@@ -366,15 +344,14 @@ def pays_from(options: Sequence[Option]) -> tuple[int, Option] | None:
     there = [option for option in allowed if option.place != DEVICE]
     most = max((option.users for option in there), default=0)
 
+    def best(places: Sequence[Option], users: int) -> Option:
+        return max(places, key=lambda option: option.total_at(users))
+
     def is_slower(users: int) -> bool:
-        return _best(there, users).total_at(users) <= _best(here, users).total_at(users)
+        return best(there, users).total_at(users) <= best(here, users).total_at(users)
 
     number = largest_batch(is_slower, most) + 1
-    return None if number > most else (number, _best(there, number))
-
-
-def _best(options: Sequence[Option], users: int) -> Option:
-    return max(options, key=lambda option: option.total_at(users))
+    return None if number > most else (number, best(there, number))
 
 
 def recommendation(options: Sequence[Option]) -> list[str]:
@@ -386,7 +363,8 @@ def recommendation(options: Sequence[Option]) -> list[str]:
         for other in unmeasured[:1]:
             speed = f"{_each(other)} tokens/s for each of {other.served} (modelled)"
             lines.append(f"But for its answers, which were not measured, {_named(other)}: {speed}.")
-        nearest = max(options, key=_nearness)
+        # Serves the most of the users, then loses no more answers than allowed, then is fastest.
+        nearest = max(options, key=lambda one: (one.served, one.loses_little, -one.tpot_s))
         return [*lines, f"The nearest is {_named(nearest)}: {nearest.why_not}."]
     best = meeting[0]
     speed = f"{_each(best)} tokens/s for each of {best.served} and {_all(best)} in all (modelled)"
@@ -413,86 +391,58 @@ def _sizes(asked: RunConfig) -> dict[str, int]:
     return {name: sizes[name] for name in ("batch_size", "prompt_len", "gen_len")}
 
 
-def _nearness(option: Option) -> tuple[Any, ...]:
-    """Larger for what serves more of the users, then for what loses no more answers than allowed
-    (as far as it was asked), then for the faster."""
-    return option.served, option.loses_little, -option.tpot_s
-
-
 def _changes(best: Option, options: Sequence[Option], meeting: Sequence[Option]) -> Iterator[str]:
-    limit = best.asked.advise.answers_lost
-    on_device = [
-        option
-        for option in options
-        if option.place == DEVICE and option.loses_little and option.users
-    ]
+    def in_all(option: Option) -> str:
+        return f"{_named(option)}, {_all(option)} tokens/s in all"
+
+    on_device = [one for one in options if one.place == DEVICE and one.loses_little and one.users]
     most = max(on_device, key=lambda option: option.users, default=best)
     full = [option for option in on_device if option.key == "full" and option is not most]
     for other in (*full, most):
         if other.users < best.served:
             yield f"Fewer users: {_named(other)} holds {other.users}, {_each(other)} tokens/s each."
-    lost = best.lost or 0.0
-    stricter = [option for option in meeting if (option.lost or 0.0) <= lost / 2]
-    if lost > 0 and stricter:
-        other = stricter[0]
-        yield f"A limit of {_points(other)}: {_named(other)}, {_all(other)} tokens/s in all."
-    looser = [
-        option
-        for option in options
-        if option.lost is not None
-        and option.lost > limit
-        and option.served >= best.served
-        and option.tpot_s < best.tpot_s
-    ]
+    stricter = [option for option in meeting if option.lost <= best.lost / 2]
+    if best.lost > 0 and stricter:
+        yield f"A limit of {_points(stricter[0])}: {in_all(stricter[0])}."
+    faster = [one for one in options if one.served >= best.served and one.tpot_s < best.tpot_s]
+    looser = [option for option in faster if option.lost > best.asked.advise.answers_lost]
     if looser:
-        other = min(looser, key=lambda option: option.lost or 0.0)
-        yield f"A limit of {_points(other)}: {_named(other)}, {_all(other)} tokens/s in all."
+        other = min(looser, key=lambda option: option.lost)
+        yield f"A limit of {_points(other)}: {in_all(other)}."
     unmeasured = [option for option in options if option.why_not == NOT_MEASURED]
     if unmeasured and unmeasured[0].tpot_s < best.tpot_s:
-        other = unmeasured[0]
-        yield f"If its answers were measured: {_named(other)}, {_all(other)} tokens/s in all."
+        yield f"If its answers were measured: {in_all(unmeasured[0])}."
     if best.step.weight_bits > LIGHT_BITS:
         light = [one.with_weights(LIGHT_BITS) for one in on_device]
         light = [one for one in light if one.served >= best.served]
         other = max(light, key=lambda option: option.total, default=best)
         if other.total > best.total:
-            speed = f"{_named(other)}, {_all(other)} tokens/s in all"
-            yield f"Weights in {LIGHT_BITS} bits, whose loss was not measured: {speed}."
-    own = [option for option in meeting if option.own_tpot_s is not None]
-    if own:
-        other = max(own, key=_own_total)
-        yield f"This code's own launches: {_named(other)}, {_own(other)} tokens/s in all."
+            yield f"Weights in {LIGHT_BITS} bits, whose loss was not measured: {in_all(other)}."
+    own = max(meeting, key=lambda option: option.own_total or 0.0)
+    if own.own_total is not None:
+        yield f"This code's own launches: {_named(own)}, {_own(own)} tokens/s in all."
     if best.place == CACHED:
-        low, high = map(best.at_hit_rate, HIT_RANGE)
+        low, high = map(best.total_at_hit_rate, HIT_RANGE)
         shares = " to ".join(f"{100 * hit_frac:.0f} %" for hit_frac in HIT_RANGE)
         found = f"with {shares} of the rows found there {low:.0f} to {high:.0f} tokens/s in all"
         yield f"The GPU cache: {found}."
-        other = max(meeting, key=_at_low_end)
-        if _at_low_end(other) > low:
-            yield f"At the low end {_named(other)} is faster, with {_at_low_end(other):.0f}."
-
-
-def _own_total(option: Option) -> float:
-    """Tokens/s of all users by this code; 0 where they are not known."""
-    return option.served / option.own_tpot_s if option.own_tpot_s is not None else 0.0
-
-
-def _at_low_end(option: Option) -> float:
-    """Tokens/s of all users, where GPU caches have the least of `HIT_RANGE`."""
-    return option.at_hit_rate(HIT_RANGE[0]) if option.place == CACHED else option.total
+        other = max(meeting, key=lambda option: option.total_at_hit_rate(HIT_RANGE[0]))
+        at_low_end = other.total_at_hit_rate(HIT_RANGE[0])
+        if at_low_end > low:
+            yield f"At the low end {_named(other)} is faster, with {at_low_end:.0f}."
 
 
 def _points(option: Option) -> str:
-    if option.lost is None:
+    if math.isnan(option.lost):
         return NOT_MEASURED
     return f"{round(100 * option.lost, 1) + 0.0:.1f} points"  # not -0.0
 
 
 def _named(option: Option) -> str:
-    if reads_own_budget(option.board):
+    if option.board["own_budget"]:
         return f"{option.label} ({option.place})"
     where = option.place
-    if _has_added_codec(option.board):
+    if option.board["added_codec"]:
         where += f"; group_size={group_size()}"
     return f"{option.label} at {BUDGET.show(option.step.budget)} % ({where})"
 
@@ -507,7 +457,7 @@ def _all(option: Option) -> str:
 
 def _own(option: Option) -> str:
     """Tokens/s of all users by this code."""
-    return MISSING if option.own_tpot_s is None else f"{_own_total(option):.0f}"
+    return MISSING if option.own_total is None else f"{option.own_total:.0f}"
 
 
 def _each(option: Option) -> str:
@@ -520,14 +470,17 @@ def _gib(option: Option, memory: str) -> str:
     return f"{getattr(needs, memory) / GIB:.1f}"
 
 
-def _ratio(option: Option) -> str:
-    return RATIO.show(0.0 if option.key == "full" else option.ratio)
+def _questions(option: Option) -> str:
+    """Questions of the board that it was asked."""
+    number = option.board["num_questions"]
+    return f"{number:.0f}" if number > 0 else MISSING
 
 
 def _lost(option: Option) -> str:
     """Points of the answers that are lost, and of how many questions where others had more."""
-    points, number = _points(option).removesuffix(" points"), option.num_questions
-    return f"{points} ({number} questions)" if number and not option.was_asked_all else points
+    points, number = _points(option).removesuffix(" points"), _questions(option)
+    is_less = number != MISSING and not option.was_asked_all
+    return f"{points} ({number} questions)" if is_less else points
 
 
 SPEEDS: dict[str, Column] = {
@@ -535,9 +488,7 @@ SPEEDS: dict[str, Column] = {
     "tokens/s of a user": _each,
     "tokens/s of all": _all,
 }
-LOST: dict[str, Column] = {
-    "answers lost (points)": _lost,
-}
+LOST: dict[str, Column] = {"answers lost (points)": _lost}
 COLUMNS: dict[str, Column] = {
     LABEL.heading: lambda option: option.label,
     "rows lie": lambda option: option.place,
@@ -546,28 +497,31 @@ COLUMNS: dict[str, Column] = {
     "of all, this code": _own,
     "device (GiB)": lambda option: _gib(option, "device"),
     "host (GiB)": lambda option: _gib(option, "host"),
-    RATIO.heading: _ratio,
+    RATIO.heading: lambda one: RATIO.show(0.0 if one.key == "full" else one.board["ratio"]),
     **LOST,
-    "questions": lambda option: str(option.num_questions or MISSING),
+    "questions": _questions,
 }
 
 
 def sheets(options: Sequence[Option]) -> list[Sheet]:
     """What there is without offloading; what meets the question, at its fastest budget; and of each
     other method what is nearest to it."""
-    whole = [one for one in options if one.place == DEVICE and reads_own_budget(one.board)]
+    whole = [one for one in options if one.place == DEVICE and one.board["own_budget"]]
     meeting: dict[tuple[str, str], Option] = {}
     others: dict[str, Option] = {}
+
+    def serves(option: Option) -> tuple[int, float]:
+        return option.served, -(_known(option.lost) or 0.0)
+
     for option in options:
         if not option.why_not:
             meeting.setdefault((option.label, option.place), option)
         nearest = others.setdefault(option.label, option)
-        if (option.served, -(option.lost or 0)) > (nearest.served, -(nearest.lost or 0)):
-            others[option.label] = option
+        others[option.label] = max(nearest, option, key=serves)
     shown = {option.label for option in (*whole, *meeting.values())}
     missing = [option for option in others.values() if option.label not in shown]
     because: dict[str, Column] = {"why not": lambda option: option.why_not}
-    found = [sheet_of("On the device, nothing offloaded (speeds modelled)", whole, _light(whole))]
+    found = [_without_offloading(whole)]
     if meeting:
         title = "Meets all that is asked (speeds modelled)"
         found.append(sheet_of(title, meeting.values(), COLUMNS))
@@ -576,18 +530,17 @@ def sheets(options: Sequence[Option]) -> list[Sheet]:
     return found
 
 
-def _light(options: Sequence[Option]) -> dict[str, Column]:
-    """Columns of options, and of the same with weights in few bits where more are asked for."""
-    columns = {name: COLUMNS[name] for name in (LABEL.heading, "budget (%)", *SPEEDS)}
-    if options[0].step.weight_bits > LIGHT_BITS:
-        light = {option.label: option.with_weights(LIGHT_BITS) for option in options}
-        for name, column in SPEEDS.items():
-            columns[f"{name}, weights of {LIGHT_BITS} bits"] = partial(_light_cell, column, light)
-    return columns | LOST
-
-
-def _light_cell(column: Column, light: Mapping[str, Option], option: Option) -> str:
-    return column(light[option.label])
+def _without_offloading(whole: Sequence[Option]) -> Sheet:
+    """The options, and beside them the same with weights in few bits where more are asked for."""
+    shown = {name: COLUMNS[name] for name in (LABEL.heading, "budget (%)", *SPEEDS)} | LOST
+    sheet = sheet_of("On the device, nothing offloaded (speeds modelled)", whole, shown)
+    if whole[0].step.weight_bits <= LIGHT_BITS:
+        return sheet
+    light = {f"{name}, weights of {LIGHT_BITS} bits": show for name, show in SPEEDS.items()}
+    beside = sheet_of("", [option.with_weights(LIGHT_BITS) for option in whole], light).table
+    for heading in beside:
+        sheet.table.insert(sheet.table.shape[1] - len(LOST), heading, beside[heading])
+    return sheet
 
 
 def as_data(options: Sequence[Option]) -> dict[str, Any]:
@@ -606,9 +559,13 @@ def as_data(options: Sequence[Option]) -> dict[str, Any]:
     }
 
 
+def _known(number: float) -> float | None:
+    return None if math.isnan(number) else float(number)
+
+
 def _data(option: Option) -> dict[str, Any]:
     needs = option.step.capacity.needs(max(1, option.served))
-    own = option.own_tpot_s
+    num_questions = option.board["num_questions"]
     return {
         "label": option.label,
         "settings": list(option.words),
@@ -619,13 +576,13 @@ def _data(option: Option) -> dict[str, Any]:
         "users_served": option.served,
         "tokens_per_s_of_a_user": 1 / option.tpot_s,
         "tokens_per_s": option.total,
-        "tokens_per_s_by_this_code": None if own is None else option.served / own,
+        "tokens_per_s_by_this_code": option.own_total,
         "ttft_s": option.ttft_s,
         "device_bytes": needs.device,
         "host_bytes": needs.host,
-        "kl_over_the_oracles": option.ratio,
-        "answers_lost": option.lost,
-        "num_questions": option.num_questions,
+        "kl_over_the_oracles": _known(option.board["ratio"]),
+        "answers_lost": _known(option.lost),
+        "num_questions": None if math.isnan(num_questions) else int(num_questions),
         "why_not": option.why_not,
     }
 
@@ -634,7 +591,6 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
     """Where each number comes from, and what was not measured."""
     from harness.paper.costmodel.capacity import LAUNCH_S
 
-    given = config.advise.hit_frac
     least, most = options[0].ttft_s
     platform = options[0].step.platform
     fields = {
@@ -650,15 +606,17 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
         "ttft_least": least,
         "ttft_most": most,
         "rows": ROWS,
-        "hit": 100 * (HIT_FRAC if given is None else given),
-        "hit_source": KNOWN["hit_measured"] if given is None else "as given",
+        "hit": 100 * _hit_frac(config),
+        "hit_source": "as given" if config.advise.hit_frac is not None else KNOWN["hit_measured"],
     }
     lines = [sentence.format(**fields) for sentence in KNOWN["sources"]]
     for why in dict.fromkeys(left.values()):
         labels = [label for label, of_label in left.items() if of_label == why]
         lines.append(f"Left out, as {why}: {', '.join(labels)}.")
-    engines = "; ".join(_engines(options))
-    return [*lines, timed(), f"Serving engines: {engines}; of the others none is known here."]
+    shown = {option.board["method"]: option.label for option in options}
+    known = KNOWN["engines"]
+    having = "; ".join(f"{label}: {known[at]}" for at, label in shown.items() if at in known)
+    return [*lines, timed(), f"Serving engines: {having}; of the others none is known here."]
 
 
 def timed() -> str:
@@ -670,11 +628,3 @@ def timed() -> str:
     for label, words in known["labels"].items():
         speeds.append(f"{words} {rows.at[label, 'tokens_per_s']:.0f}")
     return known["sentence"].format(speeds=", ".join(speeds), **rows.iloc[0])
-
-
-def _engines(options: Iterable[Option]) -> Iterator[str]:
-    known = KNOWN["engines"]
-    labels = {option.board["method"]: option.label for option in options}
-    for method, label in labels.items():
-        if method in known:
-            yield f"{label}: {known[method]}"

@@ -26,11 +26,10 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe, is_users
+from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe, is_users, sendable
 from harness.files import HeldError, holding
 from harness.model.resources import Resources
-from harness.run import runner
-from harness.run.kinds import measurement_of
+from harness.run import kinds, runner
 from harness.run.runner import Run, fail, is_held, relabel, require_devices
 from harness.scoring.progress import bar, pass_over
 from harness.settings.config import RunConfig
@@ -52,8 +51,7 @@ def groups(runs: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[
     run is alone."""
     found: dict[Any, list[T]] = {}
     for index, run in enumerate(runs):
-        config = config_of(run)
-        process = measurement_of(config.kind).process(config)
+        process = kinds.process(config_of(run))
         found.setdefault(index if process is None else process, []).append(run)
     return list(found.values())
 
@@ -163,16 +161,17 @@ def _first_of(failures: Sequence[tuple[str, Exception]], num_runs: int, more: st
 
 def _outcomes(group: Sequence[Run], resources: Resources) -> Iterator[Path | Exception]:
     """The record of each run of a group, or why there is none."""
-    if group and measurement_of(group[0].config.kind).process(group[0].config) is not None:
+    if group and kinds.process(group[0].config) is not None:
         yield from run_apart(group, resources)
-        return
-    for run in group:
-        outcome: Path | Exception
-        try:
-            outcome = runner.run(run, resources, waits=False)
-        except Exception as error:
-            outcome = error
-        yield outcome
+    else:
+        yield from (_outcome(run, resources) for run in group)
+
+
+def _outcome(run: Run, resources: Resources) -> Path | Exception:
+    try:
+        return runner.run(run, resources, waits=False)
+    except Exception as error:
+        return error
 
 
 # The child process of timed runs
@@ -221,14 +220,13 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
 
 def why_it_died(run: Run, code: int | None) -> UserError:
     """The error of a run whose process ended with an exit code, negative for a signal."""
-    lower = " or ".join(measurement_of(run.config.kind).memory_hints(run.config))
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        memory = ", as systems do where memory runs out" if -code == signal.SIGKILL else ""
-        return UserError(
-            f"its process was killed (exit code {code}, {name}{memory}); lower {lower}"
-        )
-    return UserError(f"its process ended (exit code {code}); where memory ran out, lower {lower}")
+    lower = kinds.to_lower(run.config)
+    if code is None or code >= 0:
+        out = f"where memory ran out, lower {lower}"
+        return UserError(f"its process ended (exit code {code}); {out}")
+    name = signal.Signals(-code).name
+    memory = ", as systems do where memory runs out" if -code == signal.SIGKILL else ""
+    return UserError(f"its process was killed (exit code {code}, {name}{memory}); lower {lower}")
 
 
 def _child(pipe: Connection) -> None:
@@ -239,13 +237,9 @@ def _child(pipe: Connection) -> None:
     while True:
         run = pipe.recv()
         resources.load_s = 0
-        outcome: Path | Exception
-        try:
-            outcome = runner.run(run, resources, waits=False)
-        except HeldError as error:
-            outcome = error
-        except Exception as error:  # not every exception can be sent
-            outcome = (UserError if is_users(error) else BugError)(describe(error))
+        outcome = _outcome(run, resources)
+        if isinstance(outcome, Exception) and not isinstance(outcome, HeldError):
+            outcome = sendable(outcome)
         pipe.send((outcome, resources.load_s))
 
 

@@ -20,9 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from harness.errors import UserError, nearest, one_line
-from harness.run import hints
 from harness.run.parse import parse
-from harness.run.words import Values, values_of
+from harness.run.words import Values, meant, source_of_model, values_of
 from harness.settings import schema
 from harness.settings.config import RunConfig
 from harness.settings.own_method import is_own
@@ -55,19 +54,18 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
     no value is looked at."""
     values = values_of(given)
     own = _own_experiment(values.get("experiment"))
-    chosen = []
+    chosen = [] if own is None else ["~experiment"]
     for name in GROUPS:
-        if name not in values or own is not None and name == "experiment":
-            continue
-        _require_choice(name, values[name])
-        if values[name] is not None:
-            chosen.append(f"{name}={values[name]}")
-    if own is not None:
-        chosen.append("~experiment")
+        if name in values and (own is None or name != "experiment"):
+            _require_choice(name, values[name])
+            if values[name] is not None:
+                chosen.append(f"{name}={values[name]}")
     has_sweep = values.get("sweep", {}) is not None
     config = pickle.loads(_composed(schema.CONF_DIR, _last_change(), tuple(chosen), has_sweep))
     if own is not None:
-        config = _with_experiment(config, own, values.get("system"))
+        system = values.get("system")  # wins over an experiment, as among the files of `conf/`
+        over = [] if system is None else [schema.conf_file("system", system)]
+        config = OmegaConf.merge(config, own, *over)
     for name, value in values.items():
         if name == "method":
             _require_choice(name, value)
@@ -108,30 +106,21 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         raise UserError(one_line(cause)) from error
 
 
-def _own_experiment(choice: Any) -> Path | None:
-    """The file that `experiment=DIR/mine.yaml` names; None for one of `conf/`."""
+def _own_experiment(choice: Any) -> DictConfig | None:
+    """The settings in the file that `experiment=DIR/mine.yaml` names; None for one of `conf/`."""
     if not isinstance(choice, str) or not choice.endswith(".yaml"):
         return None
     file = Path(choice).expanduser()
     if not file.is_file():
-        missing = f"there is no file {choice}"
         near = nearest(choice, options("experiment"))
-        raise UserError(f"experiment={choice}: {missing}; {near}")
-    return file
-
-
-def _with_experiment(config: DictConfig, file: Path, system: str | None) -> DictConfig:
-    """A configuration with the experiment of a file of the user's in place of one of `conf/`."""
+        raise UserError(f"experiment={choice}: there is no file {choice}; {near}")
     try:
         own = OmegaConf.load(file)
-        if not isinstance(own, DictConfig):
-            raise UserError(f"experiment={file}: must be settings, such as kind: perplexity")
-        files: list[Any] = [own]
-        if system is not None:
-            files.append(OmegaConf.load(schema.CONF_DIR / "system" / f"{system}.yaml"))
-        return OmegaConf.merge(config, *files)  # type: ignore[return-value]
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"experiment={file}: cannot be read ({one_line(error)})") from error
+    if not isinstance(own, DictConfig):
+        raise UserError(f"experiment={file}: must be settings, such as kind: perplexity")
+    return own
 
 
 def _require_choice(name: str, choice: Any) -> None:
@@ -143,7 +132,7 @@ def _require_choice(name: str, choice: Any) -> None:
     if choice in options(name) or name == "method" and is_own(choice):
         return
     if name == "model" and "/" in choice:
-        source = hints.source_of_model(choice)
+        source = source_of_model(choice)
         missing = "" if source else ", and there is no such folder or file"
         instead = "=".join(source or ("model.path", "DIR"))
         raise UserError(f"model={choice}: chooses a file of conf/model{missing}; type {instead}")
@@ -160,7 +149,7 @@ def _require_known(config: DictConfig, name: str) -> None:
     for part in name.split("."):
         if not isinstance(node, dict) or part not in node:
             known = list(map(str, node)) if isinstance(node, dict) else []
-            hint = hints.meant(name)
+            hint = meant(name)
             instead = f"type {hint}" if hint else nearest(part, known)
             raise UserError(f"unknown setting {name}: {instead}")
         node = node[part]

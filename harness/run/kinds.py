@@ -6,251 +6,90 @@ numbers. Light to import: torch and pandas come when a run begins.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
-from typing import Any
 
 from harness.data.text import named_text
 from harness.errors import UserError
 from harness.files import text_sha256
-from harness.model.load import max_length_of, model_config, tokenizer_of_random
+from harness.model.load import max_length_of, model_config
 from harness.model.resources import Resources
 from harness.results import inputs
 from harness.scoring.progress import say
 from harness.settings.config import RunConfig
-from harness.settings.kinds import Outcome, find
+from harness.settings.kinds import Outcome
 from harness.settings.task_config import OFFLINE_TASKS, TASKS
 
 
-class Measurement:
-    """How a run of one kind is made.
+def measure(config: RunConfig, resources: Resources) -> Outcome:
+    """What a run measures, or prints. resources: what the runs of this process share."""
+    kind = config.kind
+    if kind == "advise":
+        from harness.run.advise import advise
 
-    Holds no state: what outlives a run is in `harness.model.resources.Resources`.
-    """
-
-    def check(self, config: RunConfig) -> None:
-        """Raise UserError for what `harness.settings.rules` cannot see: tasks, and memory."""
-
-    def needs_weights(self, config: RunConfig) -> bool:
-        """Whether a model is loaded; without, its shape is all that is looked at."""
-        return True
-
-    def inputs(self, config: RunConfig) -> dict[str, str]:
-        """sha256 by name of what the run reads besides the model; UserError where it is missing."""
-        return {}
-
-    def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        """Measure. resources: what the runs of this process share."""
-        raise NotImplementedError
-
-    def lengths(self, config: RunConfig) -> dict[str, int]:
-        """The settings that add up to the tokens of the run's longest sequence."""
-        return {}
-
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        """The settings on which the run's memory depends most."""
-        return self.lengths(config)
-
-    def process(self, config: RunConfig) -> Any:
-        """What runs must have in common to share a process of their own; None where a run needs
-        none."""
-        return None
-
-    def shape(self, config: RunConfig) -> str:
-        """A word for a progress line that tells runs of one label apart."""
-        return ""
-
-
-class Perplexity(Measurement):
-    """`kind=perplexity`: windows of a text, and fidelity to the full cache (Figs 12, 19, Table 2).
-
-    With `max_new_tokens`: texts under a method and under the full cache, and how they part.
-    """
-
-    def inputs(self, config: RunConfig) -> dict[str, str]:
-        return _texts(config)
-
-    def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.scoring.perplexity import run_perplexity
-
-        return run_perplexity(config, resources.model(config.model), resources.references)
-
-    def lengths(self, config: RunConfig) -> dict[str, int]:
-        if config.max_new_tokens is None:
-            return {"seq_len": config.seq_len}
-        return {"prefill_len": config.prefill_len, "max_new_tokens": config.max_new_tokens}
-
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        return self.lengths(config) | {"num_windows": config.num_windows}
-
-
-class Tasks(Measurement):
-    """`kind=tasks`: accuracy on any of lm-eval's tasks (Figs 11, 13, 17).
-
-    With `prefill=both`: several questions to one cache, known and unknown when it was reduced.
-    """
-
-    def check(self, config: RunConfig) -> None:
-        if config.model.weights == "random" and tokenizer_of_random(config.model) is None:
-            lacks = f"there is no tokenizer for {config.model.name} here"
-            ids = "random token ids serve kind=perplexity and others"
-            raise UserError(f"model.weights=random: kind=tasks reads text, and {lacks}; {ids}")
-        is_offline = config.data.name == "offline"
-        known = OFFLINE_TASKS if is_offline else TASKS
-        if set(config.tasks).issubset(known):
-            return  # spares loading lm-eval
-        from harness.data.task_plan import check_names, plan
-
-        check_names(config.tasks, config.task.include_path)
-        if is_offline:
-            plan(config)
-
-    def inputs(self, config: RunConfig) -> dict[str, str]:
-        return inputs.calibration(config.calibration) | inputs.tasks(config)
-
-    def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.scoring.evaluation import run_tasks, run_turns
-
-        if not resources.has_model(config.model):
-            say(f"{config.experiment} {config.label}: loading model {config.model.name}")
-        measure = run_turns if config.prefill == "both" else run_tasks
-        return measure(config, resources.model(config.model))
-
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        return {"num_fewshot": config.num_fewshot}
-
-
-class Latency(Measurement):
-    """`kind=latency`: the timed decode steps of one shape (Figs 14 to 18), or with
-    `batch_size=largest` of the largest batch that a device's memory holds, and of those below."""
-
-    def check(self, config: RunConfig) -> None:
-        if config.placement == "managed":
-            _check_managed(config)
-
-    def inputs(self, config: RunConfig) -> dict[str, str]:
-        prompt = named_text(config.calibration.name)
-        return inputs.calibration(config.calibration) | {"prompt": text_sha256(prompt)}
-
-    def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.speed.capacity import run_capacity
-        from harness.speed.latency import run_latency
-
-        measure = run_capacity if config.latency.largest else run_latency
-        return measure(config, resources.model(config.model), resources.prompts)
-
-    def lengths(self, config: RunConfig) -> dict[str, int]:
-        return {"prompt_len": config.latency.prompt_len, "gen_len": config.latency.gen_len}
-
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        if config.latency.largest:
-            return self.lengths(config) | {"capacity.max_batch": config.capacity.max_batch}
-        return {"batch_size": config.latency.batch_size} | self.lengths(config)
-
-    def process(self, config: RunConfig) -> Any:
-        lengths = config.latency
-        batch = "largest" if lengths.largest else lengths.batch_size
-        return repr(config.model), config.platform.name, batch, lengths.prompt_len
-
-    def shape(self, config: RunConfig) -> str:
-        batch = "largest " if config.latency.largest else config.latency.batch_size
-        return f"{batch}x{config.latency.prompt_len}"
-
-
-class Generate(Measurement):
-    """`kind=generate`: text, printed token by token, and what its cache moved."""
-
-    def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.speed.generate import run_generate
-
-        made = run_generate(
-            config, resources.model(config.model), partial(print, end="", flush=True)
-        )
-        print(f"\n\n{made.summary()}")
-        return Outcome({})
-
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        return {"max_new_tokens": config.max_new_tokens}
-
-
-class Analysis(Measurement):
-    """`kind=analysis`: statistics of one dense pass over a text, or of a shape (Figs 2, 4, 5, 7,
-    20, Table 1)."""
-
-    def needs_weights(self, config: RunConfig) -> bool:
-        return config.analysis.statistic != "memory"  # which follows from the shape
-
-    def inputs(self, config: RunConfig) -> dict[str, str]:
-        return _texts(config) if self.needs_weights(config) else {}
-
-    def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.paper.analysis import run_analysis, run_memory
-
-        if not self.needs_weights(config):
-            return run_memory(config)
-        return run_analysis(config, resources.model(config.model))
-
-    def lengths(self, config: RunConfig) -> dict[str, int]:
-        return {"analysis.num_tokens": config.analysis.num_tokens}
-
-
-class Contract(Measurement):
-    """`kind=contract`: whether a method, or a codec, keeps what every one must
-    (`harness.checks.contract`). With `thorough`, what users of such comparisons found wrong
-    elsewhere is looked for too, with the model at hand (`harness.run.trust`)."""
-
-    def needs_weights(self, config: RunConfig) -> bool:
-        return config.thorough
-
-    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        print(advise(config))
+    elif kind == "contract":
         from harness.checks.contract import run_contract
         from harness.run.trust import run_trust
 
         run_contract(config, partial(print, flush=True))
         if config.thorough:
             run_trust(config, resources)
-        return Outcome({})
+    elif kind == "analysis":
+        from harness.paper.analysis import run_analysis, run_memory
+
+        if not needs_weights(config):
+            return run_memory(config)
+        return run_analysis(config, resources.model(config.model))
+    elif kind == "tasks":
+        from harness.scoring.evaluation import run_tasks, run_turns
+
+        if not resources.has_model(config.model):
+            say(f"{config.experiment} {config.label}: loading model {config.model.name}")
+        score = run_turns if config.prefill == "both" else run_tasks
+        return score(config, resources.model(config.model))
+    elif kind == "perplexity":
+        from harness.scoring.perplexity import run_perplexity
+
+        return run_perplexity(config, resources.model(config.model), resources.references)
+    elif kind == "latency":
+        from harness.speed.latency import run_latency
+
+        return run_latency(config, resources.model(config.model), resources.prompts)
+    else:
+        from harness.speed.generate import run_generate
+
+        write = partial(print, end="", flush=True)
+        made = run_generate(config, resources.model(config.model), write)
+        print(f"\n\n{made.summary()}")
+    return Outcome({})
 
 
-class Advise(Measurement):
-    """`kind=advise`: which method, for a machine, a model and its users."""
-
-    def needs_weights(self, config: RunConfig) -> bool:
-        return False
-
-    def run(self, config: RunConfig, resources: Resources) -> Outcome:
-        from harness.run.advise import advise
-
-        print(advise(config))
-        return Outcome({})
+def needs_weights(config: RunConfig) -> bool:
+    """Whether a model is loaded; without, its shape is all that is looked at."""
+    if config.kind == "contract":
+        return config.thorough
+    return config.kind != "advise" and config.analysis.statistic != "memory"
 
 
-MEASUREMENTS: dict[str, Measurement] = {
-    "perplexity": Perplexity(),
-    "tasks": Tasks(),
-    "latency": Latency(),
-    "generate": Generate(),
-    "analysis": Analysis(),
-    "contract": Contract(),
-    "advise": Advise(),
-}
-
-
-def measurement_of(kind: str) -> Measurement:
-    """How runs of the kind of that name are made. Raises UserError where there is none."""
-    find(kind)
-    return MEASUREMENTS[kind]
-
-
-def require_length(config: RunConfig) -> None:
-    """Raise UserError where a sequence is longer than the model takes, as its configuration says:
-    before its weights are read."""
-    lengths = measurement_of(config.kind).lengths(config)
-    if not lengths:
+def check(config: RunConfig) -> None:
+    """Raise UserError for what `harness.settings.rules` cannot see: tasks, and a card's memory."""
+    if config.kind == "latency" and config.placement == "managed":
+        _check_managed(config)
+    if config.kind != "tasks":
         return
-    limit = max_length_of(model_config(config.model))
-    if sum(lengths.values()) > limit:
-        given = " and ".join(f"{name}={value}" for name, value in lengths.items())
-        raise UserError(f"{given}: {config.model.name} takes at most {limit} tokens")
+    if config.model.weights == "random":
+        ids = "random weights read random token ids, as in kind=perplexity and others"
+        raise UserError(f"model.weights=random: kind=tasks reads text, and {ids}")
+    is_offline = config.data.name == "offline"
+    known = OFFLINE_TASKS if is_offline else TASKS
+    if set(config.tasks).issubset(known):
+        return  # spares loading lm-eval
+    from harness.data.task_plan import check_names, plan
+
+    check_names(config.tasks, config.task.include_path)
+    if is_offline:
+        plan(config)
 
 
 def digests_of(config: RunConfig) -> dict[str, str]:
@@ -259,13 +98,62 @@ def digests_of(config: RunConfig) -> dict[str, str]:
     Raises:
         UserError: a file or folder is missing or cannot be read, or a model cannot be fetched.
     """
-    measurement = measurement_of(config.kind)
-    weights = measurement.needs_weights(config)
-    return inputs.common(config, weights=weights) | measurement.inputs(config)
+    found = inputs.common(config, weights=needs_weights(config))
+    if config.kind in ("perplexity", "analysis") and needs_weights(config):
+        found |= inputs.corpus(config.corpus, config.data)
+    elif config.kind == "tasks":
+        found |= inputs.tasks(config)
+    elif config.kind == "latency":
+        found["prompt"] = text_sha256(named_text(config.calibration.name))
+    else:
+        return found
+    return found | inputs.calibration(config.calibration)
 
 
-def _texts(config: RunConfig) -> dict[str, str]:
-    return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
+def process(config: RunConfig) -> Hashable:
+    """What runs must have in common to share a process of their own; None where a run needs none:
+    only those that are timed do."""
+    if config.kind != "latency":
+        return None
+    return repr(config.model), config.platform.name, shape(config)
+
+
+def shape(config: RunConfig) -> str:
+    """A word for a progress line that tells timed runs of one label apart."""
+    if config.kind != "latency":
+        return ""
+    batch = "largest " if config.latency.largest else config.latency.batch_size
+    return f"{batch}x{config.latency.prompt_len}"
+
+
+def lengths(config: RunConfig) -> list[str]:
+    """The settings that add up to the tokens of a run's longest sequence."""
+    if config.kind == "perplexity":
+        return ["seq_len"] if config.max_new_tokens is None else ["prefill_len", "max_new_tokens"]
+    if config.kind == "latency":
+        return ["prompt_len", "gen_len"]
+    return ["analysis.num_tokens"] if config.kind == "analysis" else []
+
+
+def to_lower(config: RunConfig) -> str:
+    """The settings on which a run's memory depends most, with their values."""
+    more = {"perplexity": ["num_windows"], "tasks": ["num_fewshot"], "generate": ["max_new_tokens"]}
+    names = [*lengths(config), *more.get(config.kind, [])]
+    if config.kind == "latency":
+        names = [*names, "capacity.max_batch"] if config.latency.largest else ["batch_size", *names]
+    return " or ".join(name if config.value(name) is None else config.typed(name) for name in names)
+
+
+def require_length(config: RunConfig) -> None:
+    """Raise UserError where a sequence is longer than the model takes, as its configuration says:
+    before its weights are read."""
+    names = lengths(config)
+    if not names:
+        return
+    limit = max_length_of(model_config(config.model))
+    if sum(map(config.value, names)) > limit:
+        given = " and ".join(map(config.typed, names))
+        raise UserError(f"{given}: {config.model.name} takes at most {limit} tokens")
 
 
 def _check_managed(config: RunConfig) -> None:

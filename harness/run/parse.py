@@ -53,9 +53,6 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
     Raises:
         UserError: a setting that is unknown, of a wrong type, out of range or contradicts another.
     """
-    export = composed.get("export")
-    if export is not None:
-        raise UserError(f"export={export}: runs nothing, so it is no setting of a run")
     if "kind" not in composed:
         made_of = "its runs are of other experiments; it is none by itself"
         name = given["experiment"] if isinstance(given, Mapping) else "null"
@@ -233,38 +230,22 @@ def _budget(given: Any, method: Method, codec: Any) -> dict[str, Any]:
     """
     if given is None:
         return {}
-    rule, share = "", given
-    if isinstance(given, str):
-        rule, _, words = given.rpartition(":")
-        share = _share_in(words)
-    is_number = isinstance(share, int | float) and not isinstance(share, bool)
-    if not is_number or not 0 < share <= 1 or rule not in ("", "nearest"):
+    rule, _, words = str(given).rpartition(":")
+    try:
+        share = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1 or rule not in ("", "nearest"):
         allowed = "a share of the full cache such as 0.16 or 16%, or nearest:0.16"
         raise UserError(f"budget={given}: must be {allowed}")
     if method.reads_all and codec is None:
         return {}  # the full cache: the same run at every budget
-    if rule == "nearest" and not _has_budget(method):
-        share = None
+    if rule == "nearest":
+        try:
+            method.with_budget(1.0)
+        except ValueError:
+            return {"budget_rule": rule}
     return {"budget": share, "budget_rule": rule or "exact"}
-
-
-def _share_in(words: str) -> float | None:
-    """The number in `0.16` or `16%`; None where there is none."""
-    is_percent = words.endswith("%")
-    try:
-        number = float(words.removesuffix("%"))
-    except ValueError:
-        return None
-    return number / 100 if is_percent else number
-
-
-def _has_budget(method: Method) -> bool:
-    """Whether a method can be set to a budget."""
-    try:
-        method.with_budget(1.0)
-    except ValueError:
-        return False
-    return True
 
 
 def _label(config: RunConfig, file: Mapping[str, Any]) -> str:

@@ -20,19 +20,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.errors import (
-    UserError,
-    line_in,
-    printable,
-    reason,
-    to_record,
-)
+from harness.errors import UserError, describe, line_in, printable, reason
 from harness.files import HeldError, holding, stated_memory
 from harness.model.resources import Resources
 from harness.results import environment, inputs
 from harness.results import record as records
 from harness.results.metrics import BUDGET, DEVICE_FRAC, TOKENS_EVICTED
-from harness.run.kinds import digests_of, measurement_of, require_length
+from harness.run import kinds
 from harness.settings import own_method
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome, find
@@ -55,21 +49,20 @@ class Run:
     def of(cls, config: RunConfig, resources: Resources | None = None) -> Run:
         """Digest all that the run of `config` reads. Raises UserError where something is
         missing."""
-        measurement_of(config.kind).check(config)
-        digests = digests_of(config)
+        kinds.check(config)
+        digests = kinds.digests_of(config)
         in_memory = None if resources is None else resources.digest_in_memory()
         if in_memory is not None:
             digests["model"] = in_memory
         run_id = records.run_id(config, digests)
-        return cls(
-            config, digests, records.record_path(config.results_dir, config.experiment, run_id)
-        )
+        path = records.record_path(config.results_dir, config.experiment, run_id)
+        return cls(config, digests, path)
 
     @property
     def title(self) -> str:
         """A few words for a progress line, in one line: experiment, shape, label, budget."""
         config = self.config
-        words = [config.experiment, measurement_of(config.kind).shape(config), config.label]
+        words = [config.experiment, kinds.shape(config), config.label]
         if config.budget is not None and not config.label_given:
             words.append(f"at {config.budget:g}")
         return printable(" ".join(filter(None, words)))
@@ -147,8 +140,7 @@ def run(
 
 def _skip(todo: Run, say: Callable[[str], object]) -> Path:
     relabel(todo)
-    if todo.config.budget is not None:
-        _warn_of_unmet_budget(todo, records.read_record(todo.path)["metrics"])
+    _warn_of_budgets(todo, records.read_record(todo.path)["metrics"])
     say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
     return todo.path
 
@@ -157,9 +149,8 @@ def fail(todo: Run, error: Exception) -> None:
     """Record why a run failed whose process died, unless another process has taken it up."""
     with suppress(HeldError), holding(todo.path.parent, wait=False):
         if not todo.is_finished():
-            records.write_record(
-                todo.path, _unfinished(todo) | {"status": "failed", "error": to_record(error)}
-            )
+            failure = {"status": "failed", "error": describe(error)}
+            records.write_record(todo.path, _unfinished(todo) | failure)
 
 
 def relabel(finished: Run) -> None:
@@ -186,58 +177,58 @@ def report(paths: Sequence[Path]) -> str:
 
 def tables_of(paths: Sequence[Path]) -> list[str]:
     """Where the tables of these records lie, a line for each results folder."""
-    names: dict[Path, dict[str, None]] = {}
+    found: dict[Path, list[str]] = {}
     for path in paths:
-        experiment, results = path.parts[-3], path.parents[3]
-        is_capacity = records.read_record(path)["table"] == "capacity"
-        name = "capacity" if is_capacity else experiment
-        if (results / "tables" / f"{name}.csv").exists():
-            names.setdefault(results, {})[name] = None
-    lines = []
-    for results, tables in names.items():
-        files = ", ".join(f"{name}.csv and {name}.md" for name in tables)
-        lines.append(f"results are in {results / 'tables'}: {files}")
-    return lines
+        record, folder = records.read_record(path), path.parents[3] / "tables"
+        name = "capacity" if record["table"] == "capacity" else record["experiment"]
+        files = f"{name}.csv and {name}.md"
+        if (folder / f"{name}.csv").exists() and files not in found.setdefault(folder, []):
+            found[folder].append(files)
+    return [f"results are in {folder}: {', '.join(files)}" for folder, files in found.items()]
 
 
 def _record(todo: Run, resources: Resources) -> None:
     """Measure, and write the record, whichever way it ends."""
-    record, config, measurement = _unfinished(todo), todo.config, measurement_of(todo.config.kind)
+    record, config = _unfinished(todo), todo.config
+    reads_weights = kinds.needs_weights(config)
     # Before any work, so that an unwritable folder costs nothing.
     records.write_record(todo.path, record)
-    resources.begin_run()
     start = time.perf_counter()
     try:
         with users_faults(config):
-            if measurement.needs_weights(config) and not resources.has_model(config.model):
-                require_length(config)
-            outcome = measurement.run(config, resources)
+            if reads_weights and not resources.has_model(config.model):
+                kinds.require_length(config)
+            outcome = kinds.measure(config, resources)
             records.require_finite(outcome.metrics)
-            _warn_of_idle_budgets(todo, outcome.metrics)
-            _warn_of_unmet_budget(todo, outcome.metrics)
-            devices: list[str] = []
-            if measurement.needs_weights(config):
-                devices = _devices_of(resources.model(config.model).model)
+            _warn_of_budgets(todo, outcome.metrics)
+            devices = _devices_of(resources.model(config.model).model) if reads_weights else []
             measured = asdict(outcome) | {"methods": records.jsonable(outcome.methods)}
             measured["environment"] = environment.describe(devices)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
-        records.write_record(
-            todo.path, record | measured | {"status": "finished", "seconds": seconds}
-        )
+        finished = {"status": "finished", "seconds": seconds}
+        records.write_record(todo.path, record | measured | finished)
     except Exception as error:
         seconds = time.perf_counter() - start
-        failure = {"status": "failed", "error": to_record(error), "seconds": seconds}
+        failure = {"status": "failed", "error": describe(error), "seconds": seconds}
         records.write_record(todo.path, record | failure)
         raise
 
 
-def _warn_of_idle_budgets(todo: Run, metrics: Mapping[str, Any]) -> None:
-    """Say of which tasks or texts the method has read the whole cache: its numbers are the full
-    cache's."""
-    for where, entries in _parts(todo.title, metrics):
+def _warn_of_budgets(todo: Run, metrics: Mapping[str, Any]) -> None:
+    """Say of which tasks or texts the method has read the whole cache, whose numbers are then the
+    full cache's, or another budget than was asked for."""
+    asked = todo.config.budget
+    parts = {f": {name}": part for name, part in metrics.items()}
+    for name, entries in ({"": metrics} | parts).items():
+        where = todo.title + name
+        if not isinstance(entries, Mapping):
+            continue
         idle = _idle_budget(todo.config, entries)
         if idle is not None:
             log.warning("%s: %s", where, idle)
+        budget = entries.get(BUDGET.name)
+        if is_unmet(asked, budget):
+            log.warning("%s: budget=%g was asked for, %.3f was read", where, asked, budget)
 
 
 def _idle_budget(config: RunConfig, entries: Mapping[str, Any]) -> str | None:
@@ -262,31 +253,10 @@ def _idle_budget(config: RunConfig, entries: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _warn_of_unmet_budget(todo: Run, metrics: Mapping[str, Any]) -> None:
-    """Say of which tasks or texts another budget was read than was asked for."""
-    asked = todo.config.budget
-    for where, entries in _parts(todo.title, metrics):
-        budget = entries.get(BUDGET.name)
-        if is_unmet(asked, budget):
-            log.warning("%s: budget=%g was asked for, %.3f was read", where, asked, budget)
-
-
-def _parts(title: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The metrics of a run, and those of each task or text, with words for them."""
-    yield title, metrics
-    for name, entries in metrics.items():
-        if isinstance(entries, Mapping):
-            yield f"{title}: {name}", entries
-
-
 def _devices_of(model: Any) -> list[str]:
     """The devices of a model: several where its layers are spread over CUDA devices."""
-    devices: list[str] = []
-    for index in getattr(model, "hf_device_map", {}).values():
-        device = f"cuda:{index}"
-        if device not in devices:
-            devices.append(device)
-    return devices or [str(model.device)]
+    devices = [f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values()]
+    return list(dict.fromkeys(devices)) or [str(model.device)]
 
 
 @own_method.faults()
@@ -327,67 +297,49 @@ def users_faults(config: RunConfig) -> Iterator[None]:
     try:
         with stated_memory(config.platform.host_gib):
             yield
-    except SystemExit as end:
-        call = f"sys.exit({'' if end.code is None else repr(end.code)}) was called in a run"
-        own = _of_own_code(config, end, call)
-        raise UserError(own or f"{call}; a method or task must not end the process") from end
     except (UserError, KeyboardInterrupt, HeldError):
         raise
-    except OSError as error:
-        own = _of_own_code(config, error, reason(error), by_line=True)
-        if own:
-            raise UserError(own) from error
-        raise
     except BaseException as error:
-        text, kind = str(error), type(error).__name__
-        # "OutOfMemoryError" is CUDA's, "DefaultCPUAllocator" the CPU's.
-        of_torch = kind == "OutOfMemoryError" or "DefaultCPUAllocator" in text
-        refusal: str | None
-        if of_torch or isinstance(error, MemoryError):
-            hints = []
-            for name, value in measurement_of(config.kind).memory_hints(config).items():
-                hints.append(name if value is None else f"{name}={value}")
-            refusal = f"out of memory: lower {' or '.join(hints)}, or choose a smaller model"
-        elif isinstance(error, ValueError) and text.startswith("method."):
-            refusal = text  # `methods` knows no UserError
-        else:
-            refusal = _of_own_code(config, error, reason(error))
+        refusal = _refusal(config, error)
         if refusal is None:
             raise
         raise UserError(refusal) from error
 
 
-def _of_own_code(
-    config: RunConfig, error: BaseException, fault: str, *, by_line: bool = False
-) -> str | None:
-    """The fault of a user's own codec, method or task function, with its file and line; None where
-    none ran.
+def _refusal(config: RunConfig, error: BaseException) -> str | None:
+    """What a user can put right: with its file and line where it came out of a codec, method or
+    task function of their own. None where none ran.
 
     Where an own method returned something that only our code stumbles over, the line is that of its
-    class. by_line: do not look for such a method.
+    class.
     """
-    own: tuple[str, type, Path] | None = None
-    for setting, part in (
-        (f"codec={config.codec}", config.own_codec),
-        (f"method={config.method_name}", config.method),
-    ):
+    text, fault = str(error), reason(error)
+    # "OutOfMemoryError" is CUDA's, "DefaultCPUAllocator" the CPU's.
+    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text
+    if of_torch or isinstance(error, MemoryError):
+        return f"out of memory: lower {kinds.to_lower(config)}, or choose a smaller model"
+    if isinstance(error, ValueError) and text.startswith("method."):
+        return text  # `methods` knows no UserError
+    returned = None
+    parts = {f"codec={config.codec}": config.own_codec}
+    parts[f"method={config.method_name}"] = config.method
+    for setting, part in parts.items():
         file = inputs.own_file(type(part).__module__)
         if file is None:
             continue
         line = line_in(error, set(map(str, file.parent.glob("*.py"))))
         if line:
             return f"{setting}: {line}: {fault}"
-        own = setting, type(part), file
+        line = f"{file}:{inspect.getsourcelines(type(part))[1]}"
+        returned = f"{setting}: {line}: returned what cannot be used: {fault}"
     folder = config.task.include_path
     if folder is not None:
         line = line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))
         if line:
             return f"include_path={folder}: {line}: {fault}"
-    if own is None or by_line:
-        return None
-    setting, cls, file = own
-    line = f"{file}:{inspect.getsourcelines(cls)[1]}"
-    return f"{setting}: {line}: returned what cannot be used: {fault}"
+    if isinstance(error, SystemExit):
+        return f"{fault}; a method or task must not end the process"
+    return None if isinstance(error, OSError) else returned
 
 
 def is_held(record: Path) -> bool:

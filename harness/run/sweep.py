@@ -41,9 +41,9 @@ from omegaconf import DictConfig, OmegaConf
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
 from harness.results.tuned import as_tuned
+from harness.run import kinds
 from harness.run.all_runs import counted, groups
 from harness.run.compose import compose, load, resolved
-from harness.run.kinds import measurement_of
 from harness.run.parse import chosen_model
 from harness.run.words import Values, values_of
 from harness.settings.config import RunConfig
@@ -115,23 +115,21 @@ def read_plan(given: Iterable[str] | Values) -> Plan:
     """
     plan, values = Plan(), values_of(given)
     config = compose(values)
-    own = {name: value for name, value in values.items() if not _is_of_sweep(name)}
+    own = {}
+    for name, value in values.items():
+        if name.partition(".")[0] not in ("sweep", "experiment"):
+            own[name] = value
     _read(plan, config, own, (values.get("experiment", ""),))
     if not plan.runs:
         raise UserError(f"nothing to run: {'; '.join(plan.gaps())}")
     known = {config.experiment: None for config in plan.runs} | dict(plan.left_out)
     for name in plan.minutes:
         if name not in known:
-            raise UserError(
-                f"sweep.minutes.{name}: no run is of that experiment; {nearest(name, known)}"
-            )
+            no_run = f"no run is of that experiment; {nearest(name, known)}"
+            raise UserError(f"sweep.minutes.{name}: {no_run}")
     if (share := config.sweep.get("share")) is not None:
         plan.runs = share_of(plan.runs, str(share))
     return plan
-
-
-def _is_of_sweep(name: str) -> bool:
-    return name.partition(".")[0] in ("sweep", "experiment")
 
 
 def share_of(runs: Sequence[RunConfig], share: str) -> list[RunConfig]:
@@ -170,28 +168,29 @@ def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]
     if config.get("kind") is not None and within[-1]:
         settings_of_all = {"experiment": within[-1], **settings_of_all}
 
-    combinations: list[tuple[dict[str, Any], bool]] = []  # with whether it may be refused
-    for entry, asks_for in zip(asked.runs, _conditions(written, len(asked.runs)), strict=True):
+    combinations: list[dict[str, Any]] = []
+    for entry, asks_for in zip(asked.runs, _conditions(config, len(asked.runs)), strict=True):
         settings = dict(entry)
-        condition, where_allowed = settings.pop("when", True), settings.pop("where_allowed", False)
+        is_given = settings.pop("when", True) is not None
         for combination in _combinations(settings):
-            if condition is None:
+            if is_given:
+                combinations.append(combination)
+            else:
                 experiment = _experiment_of({**settings_of_all, **combination})
                 plan.left_out.append((experiment, f"{asks_for} is not given"))
-            else:
-                combinations.append((combination, where_allowed))
     if "method" in given:
         combinations = _of_method(combinations, str(given["method"]))
     for key, value in given.items():
-        values = {str(combination[key]) for combination, _ in combinations if key in combination}
+        values = {str(combination[key]) for combination in combinations if key in combination}
         if len(values) > 1:
             instead = "leave it out, or sweep=null for one run"
             raise UserError(f"{key}={value}: the sweep varies {key} itself; {instead}")
-    for combination, where_allowed in combinations:
+    for combination in combinations:
         settings = {**settings_of_all, **combination, **given}
+        where_allowed = settings.pop("where_allowed", False)
         try:
             run = load(settings)
-            measurement_of(run.kind).check(run)
+            kinds.check(run)
         except UserError as error:
             if not where_allowed:
                 raise
@@ -215,65 +214,42 @@ def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]
     plan.minutes |= asked.minutes  # the outer sweep's word holds
 
 
-def _conditions(written: Mapping[str, Any], num_entries: int) -> list[str]:
-    """What the `when` of each entry of `runs` names, by the file; where its runs stand elsewhere,
-    `when` itself."""
-    entries = written.get("runs")
-    if not isinstance(entries, list):
-        return ["when"] * num_entries
-    names = []
-    for entry in entries:
-        condition = entry.get("when", "when") if isinstance(entry, Mapping) else "when"
-        names.append(str(condition).strip("${}"))
-    return names
+def _conditions(config: DictConfig, num_entries: int) -> list[str]:
+    """What the `when` of each entry of `runs` names, by the file; `when` itself where it names
+    nothing."""
+    entries = OmegaConf.to_container(config.sweep.runs, resolve=False) if num_entries else []
+    assert isinstance(entries, list)
+    return [str(entry.get("when") or "when").strip("${}") for entry in entries]
 
 
 def _experiment_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("experiment", "perplexity"))
 
 
-def _of_method(
-    combinations: list[tuple[dict[str, Any], bool]], method: str
-) -> list[tuple[dict[str, Any], bool]]:
+def _of_method(combinations: list[dict[str, Any]], method: str) -> list[dict[str, Any]]:
     """The combinations of one method, of a sweep that varies it. Another method takes the place of
     each that has no setting of its own, but for the number of dense layers, which every method has.
 
     Where each method has one number of dense layers, its own (`as_tuned`), the other method has
     that of its class.
     """
-    names = {
-        str(combination["method"]) for combination, _ in combinations if "method" in combination
-    }
+    names = {str(settings["method"]) for settings in combinations if "method" in settings}
     if len(names) < 2:
         return combinations
     if method in names:
-        return [entry for entry in combinations if entry[0].get("method") == method]
-    replaced: list[tuple[dict[str, Any], bool]] = []
-    for combination, where_allowed in combinations:
-        if any(map(_is_of_one_method, combination)):
+        return [settings for settings in combinations if settings.get("method") == method]
+    replaced: list[dict[str, Any]] = []
+    for settings in combinations:
+        if any(key.startswith("method.") and key != OF_EVERY_METHOD for key in settings):
             continue
-        settings = {**combination, "method": method}
-        if not _has_several_numbers(combination, combinations):
-            settings.pop(OF_EVERY_METHOD, None)
-        entry = settings, where_allowed
-        if entry not in replaced:
-            replaced.append(entry)
+        but_dense = {**settings, OF_EVERY_METHOD: None}
+        alike = [one for one in combinations if {**one, OF_EVERY_METHOD: None} == but_dense]
+        taken = {**settings, "method": method}
+        if all(one == settings for one in alike):
+            taken.pop(OF_EVERY_METHOD, None)
+        if taken not in replaced:
+            replaced.append(taken)
     return replaced
-
-
-def _has_several_numbers(
-    combination: Mapping[str, Any], combinations: Sequence[tuple[dict[str, Any], bool]]
-) -> bool:
-    """Whether a combination is there with another number of dense layers too."""
-    but_dense = {**combination, OF_EVERY_METHOD: None}
-    for other, _ in combinations:
-        if {**other, OF_EVERY_METHOD: None} == but_dense and other != combination:
-            return True
-    return False
-
-
-def _is_of_one_method(key: str) -> bool:
-    return key.startswith("method.") and key != OF_EVERY_METHOD
 
 
 def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -291,7 +267,4 @@ def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             axis.append(dict(zip(names, values, strict=True)))
         axes.append(axis)
     for chosen in itertools.product(*axes):
-        combination: dict[str, Any] = {}
-        for settings in chosen:
-            combination |= settings
-        yield combination
+        yield {name: value for settings in chosen for name, value in settings.items()}

@@ -37,7 +37,8 @@ from harness.results.inputs import code_digest
 from harness.results.metrics import CLAIM, LABEL
 from harness.results.sheet import Sheet, markdown, wrapped
 from harness.run.compose import load
-from harness.scoring.evaluation import ReplayEngine, prefill_of, run_task, running_lm_eval
+from harness.scoring.evaluation import prefill_of, run_task, running_lm_eval
+from harness.scoring.lm import ReplayLM
 from harness.scoring.perplexity import run_perplexity
 from harness.settings.config import RunConfig
 from harness.settings.paths import COMMAND
@@ -100,18 +101,18 @@ class Subject:
         config = self.run("experiment=tasks", "method=full", f"tasks=[{task}]")
         found = load_suite(config, self.loaded).tasks[task]
         own = HFLM(pretrained=self.loaded.model, tokenizer=self.loaded.tokenizer, batch_size=1)
-        engine = ReplayEngine(config, self.loaded, task, sys.stderr)
+        lm = ReplayLM(config, self.loaded, task, prefill_of(task, config, writes=False, task=found))
 
         def scored(lm: Any) -> tuple[list[float], float]:
-            with running_lm_eval(f"task {task}"):
+            with running_lm_eval():
                 results = evaluate(lm, {"tasks": {task: found}}, limit=count, bootstrap_iters=0)
             scores = []
             for logged in results["samples"][task]:
                 scores += [float(score) for score, _ in logged["filtered_resps"]]
             return scores, results["results"][task]["acc,none"]
 
-        here = scored(engine.lm(prefill_of(task, config, writes=False, task=found)))
-        ids = [list(request.ids) for request in engine.requests]
+        here = scored(lm)
+        ids = [list(request.ids) for request in lm.requests]
         there = scored(own)
         pairs = [own._encode_pair(*instance.args) for instance in found.instances]
         own_ids = [[*context, *continuation] for context, continuation in pairs]
@@ -141,11 +142,13 @@ def the_answer_begins_as_the_task_says(subject: Subject) -> Seen:
     assert tokenizer is not None, "tasks have read text by it"
     ends = []
     for name, task in suite.tasks.items():
-        engine = ReplayEngine(config, subject.loaded, name, sys.stderr)
+        lm = ReplayLM(
+            config, subject.loaded, name, prefill_of(name, config, writes=True, task=task)
+        )
         task.set_config("generation_kwargs", {"max_gen_toks": 1}, update=True)  # none is looked at
-        run_task(task, engine)
+        run_task(task, lm)
         [document] = list(task.eval_docs)[:1]
-        [request] = engine.requests
+        [request] = lm.requests
         prompt = tokenizer.decode(request.ids[: request.context_len])
         ends.append(prompt.rstrip().endswith(document["gen_prefix"].rstrip()))
     return Seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER ({length:,} tokens)")

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -173,8 +173,7 @@ class PromptBatch:
     """A batch of prompts after their prefill, whose branches are decoded slice by slice.
 
     root: the session of the prompts; its `reads` are those of the prefill. most_tokens: sequences
-    times columns of a slice. is_even: the model takes no padding, so that the branches of a slice
-    have equal lengths, as the prompts have.
+    times columns of a slice.
     """
 
     def __init__(
@@ -194,6 +193,8 @@ class PromptBatch:
         for parent, prompt in enumerate(prompts):
             self.branches += [(parent, branch) for branch in prompt.branches]
             requests_of_prompt.append(sum(len(branch.requests) for branch in prompt.branches))
+        if self.is_even:  # the model takes no padding
+            self.branches.sort(key=_num_shared)
         ids, valid = pad([prompt.ids for prompt in prompts], self.device, left=True)
         self.num_columns = ids.shape[1]
         final_lengths = self.tensor([prompt.final_length for prompt in prompts])
@@ -210,11 +211,8 @@ class PromptBatch:
             own = sum(len(request.rows) > len(item[1].shared) for request in members)
             return max(1, own), self.num_columns + max(request.num_rows for request in members)
 
-        if not self.is_even:
-            yield from batches(self.branches, size, self.most_tokens)
-            return
-        by_length = sorted(self.branches, key=_num_shared)
-        yield from batches(by_length, size, self.most_tokens, _num_shared)
+        length = _num_shared if self.is_even else None
+        return batches(self.branches, size, self.most_tokens, length)
 
     def decode_shared(
         self, branches: Sequence[tuple[int, Branch]], more_columns: int = 0
@@ -228,21 +226,16 @@ class PromptBatch:
         parents = self.tensor([parent for parent, _ in branches])
         shared, valid = pad([branch.shared for _, branch in branches], self.device)
         session = self.root.fork(parents, self.num_columns + shared.shape[1] + more_columns)
-        session.needles = self._needles([branch for _, branch in branches])
+        needles = [self.requests[branch.requests[0]].needle for _, branch in branches]
+        if any(needles):
+            session.needles = self.tensor([needle or (0, 0) for needle in needles])
         hidden = [self.last_hidden[parents]]
         if shared.shape[1]:
             counts = self.tensor([len(branch.requests) for _, branch in branches])
             hidden.append(session.decode(shared, valid, counts))
         return session, torch.cat(hidden, 1)
 
-    def _needles(self, branches: Sequence[Branch]) -> Tensor | None:
-        """The needle of each branch, as `ReplaySession.needles`; all its requests have the same."""
-        needles = [self.requests[branch.requests[0]].needle for branch in branches]
-        if not any(needles):
-            return None
-        return torch.tensor([needle or (0, 0) for needle in needles], device=self.device)
-
-    def tensor(self, values: list[int]) -> Tensor:
+    def tensor(self, values: list[Any]) -> Tensor:
         """The values on the model's device."""
         return torch.tensor(values, device=self.device)
 
@@ -259,8 +252,7 @@ def prompt_batches(
 ) -> Iterator[list[SharedPrompt]]:
     """The prompts of `requests` in `batches`, of one length each where the model takes no
     padding."""
-    is_even = attached.decoder.no_padding is not None
-    length = (lambda prompt: len(prompt.ids)) if is_even else None
+    length = None if attached.decoder.no_padding is None else (lambda prompt: len(prompt.ids))
     return batches(share(requests), size, most, length)
 
 

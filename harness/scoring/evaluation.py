@@ -11,11 +11,10 @@ lm-eval logs.
 import io
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
-from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.evaluator import evaluate
@@ -25,12 +24,10 @@ from harness.data.ruler import MARKERS
 from harness.data.task_plan import COMPLAINTS, Suite
 from harness.data.tasks import FEWSHOT_SEED, load_suite
 from harness.errors import UserError
-from harness.model.attach import attach
 from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
-from harness.replay.setup import prepare
-from harness.scoring.answers import Request, Score, score
-from harness.scoring.lm import Prefill, ReplayLM
+from harness.scoring.answers import Request
+from harness.scoring.lm import ReplayLM
 from harness.scoring.metrics import (
     ByQuestion,
     Metrics,
@@ -45,16 +42,13 @@ from harness.scoring.metrics import (
     plain_name,
     samples_of,
 )
-from harness.scoring.progress import bar, say
+from harness.scoring.planning import Prefill
+from harness.scoring.progress import say
 from harness.scoring.question import QuestionFinder
-from harness.scoring.writing import Written, generate
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from harness.settings.task_config import GENERATED_TASKS, REASONING_TASKS
-from methods.base import TokenCounts
 
-ANSWER_ROWS = 16
-"""Decode rows of a generated answer, evenly spaced, on which a budget is met."""
 UNKNOWN, KNOWN, LESS = "unknown", "known", "unknown_less_known"
 """Whether the method knew the question when it reduced the cache, and the difference; see
 `run_turns`."""
@@ -63,26 +57,19 @@ UNKNOWN, KNOWN, LESS = "unknown", "known", "unknown_less_known"
 def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """All tasks of `config` under its method.
 
-    Returns:
-        metrics by leaf task: lm-eval's, each with `_stderr`; `SHARES`, num_samples, num_fewshot;
-        with too_long=truncate num_truncated, the questions whose context has lost its beginning;
-        where there are any num_dense, the requests without a decode row. By group: lm-eval's own
-        aggregates, `SHARES` over its tasks, num_samples, and their names as `tasks`. samples by
-        leaf task: one entry a question.
-
-    Raises:
-        UserError: missing or malformed data, a context longer than the model's limit, settings
-            under which a task cannot be scored, a task whose code ends the process, or a method
-            that never ran.
+    Returns by leaf task lm-eval's metrics, each with `_stderr`, the shares that were read, and one
+    sample a question; by group lm-eval's aggregates on top. Raises UserError for missing or
+    malformed data, a context longer than the model's limit, settings under which a task cannot be
+    scored, and a method that never ran.
     """
     suite = _suite(config, loaded)
     outcome = Outcome({})
     reads, results = {}, {}
     for name, task in suite.tasks.items():
-        engine = ReplayEngine(config, loaded, name, sys.stderr)
-        answered = run_task(task, engine)
-        results[name], outcome.metrics[name], outcome.samples[name] = answered
-        outcome.methods[name], reads[name] = asdict(engine.method), engine.reads
+        prefill = prefill_of(name, config, writes=_generates(task), task=task)
+        lm = ReplayLM(config, loaded, name, prefill)
+        results[name], outcome.metrics[name], outcome.samples[name] = run_task(task, lm)
+        outcome.methods[name], reads[name] = asdict(lm.method), lm.reads
     for group in suite.groups.values():
         if not group.has_aggregation:
             continue
@@ -91,12 +78,9 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
             if "," in key:
                 found[plain_name(key)] = number_of(value)
         names = [task.task_name for task in group.get_all_tasks()]
-        num_samples, all_reads = 0, ReadStats()
-        for name in names:
-            num_samples += outcome.metrics[name]["num_samples"]
-            all_reads += reads[name]
-        found |= {"num_samples": num_samples, "tasks": names}
-        outcome.metrics[group.name] = found | all_reads.shares
+        found["num_samples"] = sum(outcome.metrics[name]["num_samples"] for name in names)
+        all_reads = sum((reads[name] for name in names), ReadStats())
+        outcome.metrics[group.name] = found | {"tasks": names} | all_reads.shares
     return outcome
 
 
@@ -104,7 +88,7 @@ def _suite(config: RunConfig, loaded: LoadedModel) -> Suite:
     """The tasks of `config` with their questions. Raises UserError as `run_tasks`."""
     names = ",".join(config.tasks)
     say(f"tasks={names}: reading the questions and making their prompts")
-    with running_lm_eval(f"tasks={names}"):
+    with running_lm_eval():
         suite = load_suite(config, loaded)
     _check_sampling(config, suite.tasks.values())
     return suite
@@ -118,14 +102,11 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
     before the question. The questions with one such prompt are turns: each goes on from a copy of
     the session after the prompt, so that none sees another.
 
-    Returns:
-        metrics by task: for each metric of lm-eval that is a mean, `unknown,METRIC`, `known,METRIC`
-        and the difference `unknown_less_known,METRIC`, paired by question; each with its standard
-        error, clustered by prompt. `SHARES` of the unknown questions, `known_budget` of the others,
-        num_contexts, num_samples. samples by task: one entry a question, with its numbers and what
-        `run_tasks` says of it both ways.
-
-    Raises UserError as `run_tasks`, and for a task without questions.
+    Returns by task, for each metric of lm-eval that is a mean, `unknown,METRIC`, `known,METRIC` and
+    the difference `unknown_less_known,METRIC`, paired by question, each with its standard error
+    clustered by prompt; the shares of the unknown questions, `known_budget` of the others; and
+    what `run_tasks` says of each question both ways. Raises UserError as `run_tasks`, and for a
+    task without questions.
     """
     suite = _suite(config, loaded)
     outcome = Outcome({})
@@ -133,10 +114,11 @@ def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
         if task.OUTPUT_TYPE == "loglikelihood_rolling":
             raise UserError(f"task {name}: scores whole texts, so prefill=both cannot run it")
         finder = _finder(name, config, task)
-        unknown = ReplayEngine(config, loaded, name, sys.stderr)
-        known = ReplayEngine(config, loaded, name, sys.stderr)
-        _, *of_unknown = run_task(task, unknown, Prefill("question", finder, in_turns=True))
-        _, *of_known = run_task(task, known, Prefill("dense", finder))
+        at_question = Prefill("question", finder, in_turns=True)
+        unknown = ReplayLM(config, loaded, name, at_question)
+        known = ReplayLM(config, loaded, name, Prefill("dense", finder))
+        _, *of_unknown = run_task(task, unknown)
+        _, *of_known = run_task(task, known)
         contexts = _contexts(unknown.requests)
         metrics, samples = _both_ways(name, of_unknown, of_known, contexts)
         metrics |= {"num_contexts": len({*contexts.values()})} | unknown.reads.shares
@@ -176,10 +158,6 @@ def _both_ways(
             by_question[f"{UNKNOWN},{metric}"][question] = value
             by_question[f"{KNOWN},{metric}"][question] = value_known
             by_question[f"{LESS},{metric}"][question] = value - value_known
-    if not by_question:
-        raise UserError(
-            f"task {name}: no metric of it is a mean over questions, which prefill=both compares"
-        )
     metrics = {plain_name(key): value for key, value in means(by_question, contexts).items()}
     metrics["num_samples"] = unknown["num_samples"]
     metrics["num_fewshot"] = unknown["num_fewshot"]
@@ -192,87 +170,16 @@ def _both_ways(
     return metrics, joined
 
 
-class ReplayEngine:
-    """Answers the requests of one task. requests, reads: of all answers so far; method: as it was
-    given its budget for the last of them."""
-
-    def __init__(self, config: RunConfig, loaded: LoadedModel, task: str, bar_file: TextIO) -> None:
-        self.config = config
-        self.loaded = loaded
-        self.task = task
-        self.bar_file = bar_file
-        self.requests: list[Request] = []
-        self.reads = ReadStats()
-        self.method = config.method
-
-    def lm(self, prefill: Prefill) -> ReplayLM:
-        """The model that lm-eval asks. prefill: which rows of its requests are dense."""
-        return ReplayLM(
-            self.loaded,
-            prefill,
-            self.score,
-            generator=self.generate,
-            sampling=self.config.sampling,
-            seed=self.config.seed,
-            about=self.config.task,
-        )
-
-    def score(self, requests: Sequence[Request]) -> list[Score]:
-        """Log-likelihoods, in the order of `requests`."""
-        return self._answer(score, requests)
-
-    def generate(self, requests: Sequence[Request]) -> list[Written]:
-        """Generated answers, in the order of `requests`."""
-        return self._answer(partial(generate, tokenizer=self.loaded.tokenizer), requests)
-
-    def _answer(
-        self, answer: Callable[..., tuple[list[Any], ReadStats]], requests: Sequence[Request]
-    ) -> list[Any]:
-        is_full = self.config.method.reads_all and self.config.codec is None
-        if requests and not is_full and not any(request.num_rows for request in requests):
-            raise UserError(
-                f"task {self.task}: no request leaves a decode row, so no method could act; use "
-                "prefill=question, or leave the task out"
-            )
-        if requests:
-            say(f"{self.task}: answering {len(requests)} requests", self.bar_file)
-        answered = bar(total=len(requests), desc=self.task, unit="answer", file=self.bar_file)
-        with attach(self.loaded.model, self.loaded.prompts) as attached, answered:
-            setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
-            self.method = setup.method
-            answers, reads = answer(requests, attached, setup, answered.update)
-        self.requests += requests
-        self.reads += reads
-        return answers
-
-
-def decode_rows(requests: Sequence[Request]) -> list[TokenCounts]:
-    """The decode rows on which a method will run, from tokens alone; every request is a sequence of
-    its own.
-
-    A generated answer counts with its longest length, as its end is not known before, and by some
-    of its rows.
-    """
-    rows = []
-    for request in requests:
-        stride = max(1, request.num_rows // ANSWER_ROWS) if request.max_new_tokens else 1
-        cached = range(request.prefill_len, request.prefill_len + request.num_rows, stride)
-        for count in cached:
-            rows.append(TokenCounts(count, request.prefill_len, request.final_length))
-    return rows
-
-
 def _check_sampling(config: RunConfig, tasks: Iterable[Task]) -> None:
     """Raise UserError for settings of sampling that no task can follow."""
     asked = config.sampling
     generating = [task for task in tasks if _generates(task)]
-    if not generating:
-        names = ", ".join(config.tasks)
-        for name in ("temperature", "top_p", "top_k", "repeats"):
-            value = getattr(asked, name)
-            plain = 0 if name == "temperature" else 1
-            if value not in (None, plain):
-                raise UserError(f"{name}={value}: no answer of {names} is generated; leave it out")
+    plain = {"temperature": 0, "top_p": 1, "top_k": 1, "repeats": 1}
+    for name in plain if not generating else ():
+        value = getattr(asked, name)
+        if value not in (None, plain[name]):
+            names = ", ".join(config.tasks)
+            raise UserError(f"{name}={value}: no answer of {names} is generated; leave it out")
     for task in generating:
         own = task.config.repeats
         if asked.repeats > 1 and own > 1:
@@ -320,19 +227,12 @@ def _finder(name: str, config: RunConfig, task: Task | None) -> QuestionFinder:
     return QuestionFinder(marker, task.doc_to_text, has_preface=has_preface)
 
 
-def run_task(
-    task: Task, engine: ReplayEngine, prefill: Prefill | None = None
-) -> tuple[Metrics, Metrics, Samples]:
+def run_task(task: Task, lm: ReplayLM) -> tuple[Metrics, Metrics, Samples]:
     """One task of a suite: its metrics under lm-eval's names, for a group, then under plain ones,
-    and its samples.
-
-    engine: answers it, and notes what it was asked. prefill: None: as the settings say.
-    """
-    if prefill is None:
-        prefill = prefill_of(engine.task, engine.config, writes=_generates(task), task=task)
-    name, config, lm = engine.task, engine.config, engine.lm(prefill)
+    and its samples. lm: answers it, and notes what it was asked."""
+    name, config = lm.task, lm.config
     repeats: list[Repeat] = []
-    with running_lm_eval(f"task {name}"):
+    with running_lm_eval():
         for lm.repeat in range(config.sampling.repeats if _generates(task) else 1):
             task.set_fewshot_seed(FEWSHOT_SEED + config.seed)  # the same examples in every repeat
             results = evaluate(
@@ -355,7 +255,7 @@ def run_task(
     found, by_question = found | of_lengths, by_question | lengths
     first = {request.document[1]: request for request in reversed(lm.requests)}
     samples = samples_of(
-        task, repeats, by_question, first, lm.written, needles=lm.needles, finder=prefill.finder
+        task, repeats, by_question, first, lm.written, needles=lm.needles, finder=lm.prefill.finder
     )
     metrics = {plain_name(key): value for key, value in found.items()}
     metrics |= {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
@@ -363,21 +263,15 @@ def run_task(
         metrics["num_truncated"] = len(lm.truncated)
     if lm.num_dense:
         metrics["num_dense"] = lm.num_dense
-    return for_group | {"sample_len": len(samples)}, metrics | engine.reads.shares, samples
+    return for_group | {"sample_len": len(samples)}, metrics | lm.reads.shares, samples
 
 
 @contextmanager
-def running_lm_eval(what: str) -> Iterator[None]:
-    """Run lm-eval and the code of tasks: without their progress bars, and with a user's mistakes as
-    UserError."""
+def running_lm_eval() -> Iterator[None]:
+    """Run lm-eval and the code of tasks without their progress bars."""
     COMPLAINTS.stream = sys.stderr
     try:
         with redirect_stderr(io.StringIO()):
             yield
-    except OverflowError as error:
-        raise UserError(
-            f"{what}: a metric overflows ({error}), as perplexity does where the model does not "
-            "fit the text; choose another model"
-        ) from error
     finally:
         COMPLAINTS.stream = None

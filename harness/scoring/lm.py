@@ -5,8 +5,10 @@ requests, which a scorer and a generator answer.
 """
 
 import json
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,13 +17,19 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from transformers import GenerationConfig
 
 from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.budgets import ReadStats
 from harness.model.generation import Settings
 from harness.model.load import LoadedModel
-from harness.scoring.answers import Document, NeedleRead, Request, Score
+from harness.replay.setup import prepare
+from harness.scoring.answers import Document, NeedleRead, Request, Score, score
 from harness.scoring.model_texts import ModelTexts
 from harness.scoring.planning import Encoded, Planner, Prefill
-from harness.scoring.writing import Written
-from harness.settings.task_config import GREEDY, Sampling, SamplingConfig, TaskConfig
+from harness.scoring.progress import bar, say
+from harness.scoring.writing import Written, generate
+from harness.settings.config import RunConfig
+from harness.settings.task_config import GREEDY, Sampling
+from methods.base import TokenCounts
 
 MAX_GEN_TOKS = 256
 """lm-eval's default length of an answer, in tokens."""
@@ -29,25 +37,19 @@ OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k")
 """Generation settings that are this project's too."""
 LENGTHS = ("max_length", "max_new_tokens")
 """Those of lengths, of which lm-eval has its own."""
-
-AS_ASKED = TaskConfig()
-AS_THE_TASK = SamplingConfig()
+ANSWER_ROWS = 16
+"""Decode rows of a generated answer, evenly spaced, on which a budget is met."""
 
 
 class ReplayLM(ModelTexts):
-    """Answers lm-eval's requests of all three types.
+    """Answers lm-eval's requests of one task, of all three types, under the method of `config`.
 
-    Args:
-        loaded: its tokenizer and length limit are used.
-        prefill: which rows are dense.
-        scorer: token requests to scores, in order; called once for all requests of a type.
-        generator: token requests to their answers, in order.
-        sampling, seed: of the answers that are generated.
-        about: how it is prompted; with too_long="truncate" a context beyond the model's limit loses
-        its beginning behind the start token.
+    prefill: which rows are dense. With too_long=truncate a context beyond the model's limit loses
+    its beginning behind the start token.
 
     After a run `requests` holds the token requests in the order in which lm-eval asked, one type
-    after another; a text that was scored whole has one for each of its windows. `written` holds the
+    after another; a text that was scored whole has one for each of its windows. `reads` are those
+    of all answers, and `method` is that of the last ones, its budget met. `written` holds the
     generated answers of each question, one list for each repeat. `needles` holds, for each question
     of a task that knows where its answer stands, what the rows of each of its answers read of it.
 
@@ -55,30 +57,52 @@ class ReplayLM(ModelTexts):
     and `repeat` says which are returned.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        prefill: Prefill,
-        scorer: Callable[[Sequence[Request]], Sequence[Score]],
-        *,
-        generator: Callable[[Sequence[Request]], Sequence[Written]],
-        sampling: SamplingConfig = AS_THE_TASK,
-        seed: int = 0,
-        about: TaskConfig = AS_ASKED,
-    ) -> None:
-        super().__init__(loaded, about)
+    def __init__(self, config: RunConfig, loaded: LoadedModel, task: str, prefill: Prefill) -> None:
+        super().__init__(loaded, config.task)
+        self.config = config
+        self.loaded = loaded
+        self.task = task
+        self.prefill = prefill
+        self.method = config.method
         self.requests: list[Request] = []
+        self.reads = ReadStats()
         self.repeat = 0
         self.written: list[dict[Document, list[Written]]] = []
+        self.needles: dict[Document, list[NeedleRead]] = defaultdict(list)
+        self._bar_file = sys.stderr  # which is hidden while lm-eval asks
         self._settings = Settings(loaded.model, {})
-        self._scorer = scorer
-        self._generator = generator
-        self._sampling = sampling
-        self._seed = seed
         self._planned: list[Request] = []
         self._documents: list[Document] = []
-        self.needles: dict[Document, list[NeedleRead]] = defaultdict(list)
-        self._planner = Planner(self, prefill, truncate=about.too_long == "truncate")
+        self._planner = Planner(self, prefill, truncate=config.task.too_long == "truncate")
+
+    # Answers
+
+    def score(self, requests: Sequence[Request]) -> list[Score]:
+        """Log-likelihoods, in the order of `requests`."""
+        return self._answer(score, requests)
+
+    def generate(self, requests: Sequence[Request]) -> list[Written]:
+        """Generated answers, in the order of `requests`."""
+        return self._answer(partial(generate, tokenizer=self.tokenizer), requests)
+
+    def _answer(
+        self, answer: Callable[..., tuple[list[Any], ReadStats]], requests: Sequence[Request]
+    ) -> list[Any]:
+        is_full = self.config.method.reads_all and self.config.codec is None
+        if requests and not is_full and not any(request.num_rows for request in requests):
+            raise UserError(
+                f"task {self.task}: no request leaves a decode row, so no method could act; use "
+                "prefill=question, or leave the task out"
+            )
+        if requests:
+            say(f"{self.task}: answering {len(requests)} requests", self._bar_file)
+        answered = bar(total=len(requests), desc=self.task, unit="answer", file=self._bar_file)
+        with attach(self.loaded.model, self.loaded.prompts) as attached, answered:
+            setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
+            self.method = setup.method
+            answers, reads = answer(requests, attached, setup, answered.update)
+        self.reads += reads
+        return answers
 
     # Requests of each type
 
@@ -100,7 +124,7 @@ class ReplayLM(ModelTexts):
         planned = self._planner.choices(self._documents, requests)
         self.requests += planned
         answers = []
-        scores = self._scorer(planned)
+        scores = self.score(planned)
         for (texts, _, _), asked_for, scored in zip(requests, planned, scores, strict=True):
             answers.append((scored.log_likelihood, scored.is_greedy))
             self._note_read(asked_for.document, scored.needle)
@@ -119,7 +143,7 @@ class ReplayLM(ModelTexts):
             windows.append(of_text)
             planned += of_text
         self.requests += planned
-        scores = iter(self._scorer(planned))
+        scores = iter(self.score(planned))
         answers = []
         for request, text in zip(requests, windows, strict=True):
             answers.append(sum(score.log_likelihood for score in islice(scores, len(text))))
@@ -140,18 +164,17 @@ class ReplayLM(ModelTexts):
     def notes(self) -> list[str]:
         """Lines that a run says of its prompts."""
         lines = []
-        task = self.requests[0].document[0] if self.requests else None
         if self._planner.first_cut:
             cut = [request for request in self.requests if request.context_len > 1]
             dense = [request.prefill_len for request in cut]
             whole = [request.context_len for request in cut]
             lines.append(
-                f"{task}: the dense prompt ends before the question, after "
+                f"{self.task}: the dense prompt ends before the question, after "
                 f"{_span(dense)} of {_span(whole)} tokens; {self._planner.first_cut}"
             )
         if self.num_dense:
             of_all = f"{self.num_dense} of {len(self.requests)} requests leave no decode row"
-            lines.append(f"{task}: {of_all}; they are scored densely, as by the full cache")
+            lines.append(f"{self.task}: {of_all}; they are scored densely, as by the full cache")
         return lines
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
@@ -164,7 +187,7 @@ class ReplayLM(ModelTexts):
             self._write(planned)
         elif planned != self._planned:
             raise UserError(
-                f"repeats={self._sampling.repeats}: task {requests[0].task_name} makes other "
+                f"repeats={self.config.sampling.repeats}: task {requests[0].task_name} makes other "
                 "prompts each time it is asked; leave repeats out"
             )
         remaining = {
@@ -179,7 +202,7 @@ class ReplayLM(ModelTexts):
 
     def _refuse_thinking(self, requests: Sequence[Instance]) -> None:
         """Of continuations and whole texts, before which no thinking comes."""
-        if requests and self._about.enable_thinking:
+        if requests and self.config.task.enable_thinking:
             raise UserError(
                 f"enable_thinking=true: task {requests[0].task_name} scores texts, before which "
                 "no model thinks; leave it out, or choose tasks whose answers are generated"
@@ -188,20 +211,20 @@ class ReplayLM(ModelTexts):
     def _write(self, planned: Sequence[Request]) -> None:
         """Generate every repeat's answers in one go, so that all share the work on a prompt."""
         asked: list[Request] = []
-        for repeat in range(self._sampling.repeats):
+        for repeat in range(self.config.sampling.repeats):
             times: Counter[Document] = Counter()
             for request in planned:
                 # Answers that lm-eval asks for several times are repeats too, by numbers that no
                 # other has.
-                number = repeat + times[request.document] * self._sampling.repeats
+                number = repeat + times[request.document] * self.config.sampling.repeats
                 asked.append(
                     request if request.sampling == GREEDY else request._replace(repeat=number)
                 )
                 times[request.document] += 1
         self.requests += asked[: len(planned)]
-        answers = iter(self._generator(asked))
+        answers = iter(self.generate(asked))
         self.written = []
-        for _ in range(self._sampling.repeats):
+        for _ in range(self.config.sampling.repeats):
             of_repeat: dict[Document, list[Written]] = defaultdict(list)
             for request in planned:
                 answer = next(answers)
@@ -221,7 +244,7 @@ class ReplayLM(ModelTexts):
                 None if top_p is None else float(top_p),
                 None if top_k is None else int(top_k),
             )
-        return self._sampling.rule(of_task)
+        return self.config.sampling.rule(of_task)
 
     def _further(self, request: Instance, given: Mapping[str, Any], sampling: Sampling) -> str:
         """The other `generation_kwargs` of a task, as JSON: settings of transformers' `generate`,
@@ -250,7 +273,11 @@ class ReplayLM(ModelTexts):
         asked = self._planner.text(
             _document(request), text, max_new_tokens, self._settings.get("max_new_tokens")
         )._replace(stops=tuple(stops), settings=further)
-        return asked if sampling == GREEDY else asked._replace(sampling=sampling, seed=self._seed)
+        return (
+            asked
+            if sampling == GREEDY
+            else asked._replace(sampling=sampling, seed=self.config.seed)
+        )
 
     def _note_read(self, document: Document, needle: NeedleRead | None) -> None:
         if needle is not None:
@@ -265,3 +292,19 @@ def _span(counts: Sequence[int]) -> str:
     """Counts in words, from the least to the most."""
     least, most = min(counts), max(counts)
     return str(least) if least == most else f"{least} to {most}"
+
+
+def decode_rows(requests: Sequence[Request]) -> list[TokenCounts]:
+    """The decode rows on which a method will run, from tokens alone; every request is a sequence of
+    its own.
+
+    A generated answer counts with its longest length, as its end is not known before, and by some
+    of its rows.
+    """
+    rows = []
+    for request in requests:
+        stride = max(1, request.num_rows // ANSWER_ROWS) if request.max_new_tokens else 1
+        cached = range(request.prefill_len, request.prefill_len + request.num_rows, stride)
+        for count in cached:
+            rows.append(TokenCounts(count, request.prefill_len, request.final_length))
+    return rows

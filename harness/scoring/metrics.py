@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from lm_eval.api.task import Task
 
-from harness.data.needles import needle_of
-from harness.data.ruler import facts
+from harness.data.ruler import facts, needle_of
 from harness.errors import shortened
 from harness.results.samples import clustered_stderr
 from harness.scoring.answers import Document, NeedleRead, Request
@@ -65,34 +64,25 @@ def measured(results: Mapping[str, Any], logged: Logged) -> Repeat:
     by_question: ByQuestion = {}
     for key, result in results.items():
         name, _, filtered = key.partition(",")
-        answers = _answers_to(name, filtered, logged)
+        answers = []
+        for sample in logged:
+            # A metric named by a length leaves out questions of others.
+            other_length = name.isdigit() and sample.get(name) == OTHER_LENGTH
+            if sample["filter"] == filtered and name in sample and not other_length:
+                answers.append(sample)
         if not answers:
             continue
-        value, values, contexts = number_of(result), {}, []
-        for sample in answers:
-            number = number_of(sample[name])
-            if number is not None:
-                values[sample["doc_id"]] = number
-                contexts.append(_context(sample))
-        metrics |= {key: value, f"{name}_stderr,{filtered}": None}
-        if value is None or len(values) < len(answers):
+        value, error = number_of(result), f"{name}_stderr,{filtered}"
+        metrics |= {key: value, error: None}
+        numbers = [number_of(sample[name]) for sample in answers]
+        known = [number for number in numbers if number is not None]
+        if value is None or len(known) < len(answers):
             continue
-        if math.isclose(sum(values.values()) / len(values), value, abs_tol=1e-9):
-            stderr = clustered_stderr([*values.values()], contexts)
-            metrics[f"{name}_stderr,{filtered}"] = stderr
-            by_question[key] = values
+        if math.isclose(sum(known) / len(known), value, abs_tol=1e-9):
+            metrics[error] = clustered_stderr(known, [_context(sample) for sample in answers])
+            questions = [sample["doc_id"] for sample in answers]
+            by_question[key] = dict(zip(questions, known, strict=True))
     return Repeat(logged, metrics, by_question)
-
-
-def _answers_to(name: str, filtered: str, logged: Logged) -> list[Mapping[str, Any]]:
-    """The samples that have a metric. One named by a length leaves out questions of others."""
-    found = []
-    for sample in logged:
-        if sample["filter"] != filtered or name not in sample:
-            continue
-        if not (name.isdigit() and sample[name] == OTHER_LENGTH):
-            found.append(sample)
-    return found
 
 
 def joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
@@ -156,11 +146,9 @@ def lengths_of(
     if not of_question:
         return {}, {}
     tokens, at_limit = {}, {}
-    for question, all_answers in of_question.items():
-        num_tokens = sum(len(answer.tokens) for answer in all_answers)
-        num_at_limit = sum(answer.at_limit for answer in all_answers)
-        tokens[question] = num_tokens / len(all_answers)
-        at_limit[question] = num_at_limit / len(all_answers)
+    for question, answers in of_question.items():
+        tokens[question] = sum(len(answer.tokens) for answer in answers) / len(answers)
+        at_limit[question] = sum(answer.at_limit for answer in answers) / len(answers)
     lengths = {f"{GENERATED_TOKENS},{NO_FILTER}": tokens, f"{AT_LIMIT},{NO_FILTER}": at_limit}
     return means(lengths, contexts), lengths
 
@@ -212,15 +200,11 @@ def samples_of(
     needles: Mapping[Document, Sequence[NeedleRead]],
     finder: QuestionFinder,
 ) -> Samples:
-    """One entry a question, in lm-eval's order; requests: the first of each question, by its
-    number. needles: what each answer's rows read of the needle. finder: of questions in prompts.
+    """One entry a question, in lm-eval's order: enough to recompute the metrics and to look at what
+    went wrong. With several repeats, whose first is the text, `repeats` has all of them.
 
-    Enough to recompute the metrics and to look at what went wrong: question, context, its number
-    under each metric that is a mean; of given choices their log_likelihoods, predicted and gold; of
-    text that the model wrote text, filtered (by filter) and target; of a whole text its
-    log_likelihood; context_tokens, prefill_len; of RULER's `facts`; question_text and context_text,
-    shortened; of a known needle needle_tokens, needle_read and needle_read_max, means over the
-    answers. With several repeats, whose first is the text, `repeats` has all of them.
+    requests: the first of each question, by its number. needles: what each answer's rows read of
+    the needle. finder: of questions in prompts.
     """
     grouped: list[dict[int, list[Mapping[str, Any]]]] = []
     for repeat in repeats:
@@ -258,11 +242,9 @@ def _texts(task: Task, sample: Mapping[str, Any], finder: QuestionFinder) -> dic
     if needle is None or begin < 0:
         shown = shortened(" ".join(context.split()), CONTEXT_LETTERS)
     else:
-        end = begin + len(needle)
-        around = context[max(0, begin - BESIDE_LETTERS) : end + BESIDE_LETTERS]
-        before = "…" if begin > BESIDE_LETTERS else ""
-        after = "…" if end + BESIDE_LETTERS < len(context) else ""
-        shown = f"{before}{' '.join(around.split())}{after}"
+        first, stop = max(0, begin - BESIDE_LETTERS), begin + len(needle) + BESIDE_LETTERS
+        around = " ".join(context[first:stop].split())
+        shown = f"{'…' if first else ''}{around}{'…' if stop < len(context) else ''}"
     words = shortened(" ".join(question.split()), QUESTION_LETTERS)
     return {"question_text": words, "context_text": shown}
 
@@ -271,12 +253,12 @@ def _needle(answers: Sequence[NeedleRead]) -> dict[str, float]:
     """What the rows of a question's answers read of the needle; {} where that is not known."""
     if not answers:
         return {}
-    means = [answer.mean for answer in answers]
-    largest = [answer.most for answer in answers]
+    mean = sum(answer.mean for answer in answers) / len(answers)
+    most = sum(answer.most for answer in answers) / len(answers)
     return {
         "needle_tokens": answers[0].num_tokens,
-        "needle_read": round(sum(means) / len(means), SHARE_DIGITS),
-        "needle_read_max": round(sum(largest) / len(largest), SHARE_DIGITS),
+        "needle_read": round(mean, SHARE_DIGITS),
+        "needle_read_max": round(most, SHARE_DIGITS),
     }
 
 
@@ -290,33 +272,31 @@ def numbers_of(number: int, by_question: ByQuestion) -> dict[str, float]:
 def _answer(task: Task, answers: Logged) -> dict[str, Any]:
     """The model's answer to one question, and the right one."""
     sample = answers[0]
-    first_answer = sample["resps"][0][0]
-    is_text = task.OUTPUT_TYPE == "generate_until" and isinstance(first_answer, str)
-    if task.OUTPUT_TYPE != "loglikelihood_rolling" and not is_text:
-        choices = _choices(task, sample)
-        # Some tasks ask for the choices again, without their context, after them.
-        scores = [float(answer[0]) for answer in sample["filtered_resps"]][: len(choices) or None]
-        predicted = max(range(len(scores)), key=scores.__getitem__)
-        gold = sample["target"]
-        if getattr(task, "multiple_input", 0):
-            gold = task.doc_to_text(sample["doc"])
-        if isinstance(gold, str) and not choices:
-            gold = 0  # a task of one continuation (LAMBADA) asks whether it is the likeliest
-        elif isinstance(gold, str):
-            texts = [choice.strip() for choice in choices]
-            gold = texts.index(gold.strip()) if gold.strip() in texts else None
-        found = {"log_likelihoods": scores, "predicted": predicted, "gold": gold}
-        if choices:
-            found["predicted_text"] = shortened(str(choices[predicted]).strip(), ANSWER_LETTERS)
-            if gold in range(len(choices)):
-                found["gold_text"] = shortened(str(choices[gold]).strip(), ANSWER_LETTERS)
-        return found
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         return {"log_likelihood": float(sample["filtered_resps"][0])}
-    text, *others = sample["resps"][0]  # others: of a task that asks for several answers
-    filtered = {answer["filter"]: _plain(answer["filtered_resps"][0]) for answer in answers}
-    more = {"more_texts": _plain(others)} if others else {}
-    return {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])} | more
+    if task.OUTPUT_TYPE == "generate_until" and isinstance(sample["resps"][0][0], str):
+        text, *others = sample["resps"][0]  # others: of a task that asks for several answers
+        filtered = {answer["filter"]: _plain(answer["filtered_resps"][0]) for answer in answers}
+        found = {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])}
+        return found | ({"more_texts": _plain(others)} if others else {})
+    choices = _choices(task, sample)
+    # Some tasks ask for the choices again, without their context, after them.
+    scores = [float(answer[0]) for answer in sample["filtered_resps"]][: len(choices) or None]
+    predicted = max(range(len(scores)), key=scores.__getitem__)
+    gold = sample["target"]
+    if getattr(task, "multiple_input", 0):
+        gold = task.doc_to_text(sample["doc"])
+    if isinstance(gold, str) and not choices:
+        gold = 0  # a task of one continuation (LAMBADA) asks whether it is the likeliest
+    elif isinstance(gold, str):
+        texts = [choice.strip() for choice in choices]
+        gold = texts.index(gold.strip()) if gold.strip() in texts else None
+    found = {"log_likelihoods": scores, "predicted": predicted, "gold": gold}
+    if choices:
+        found["predicted_text"] = shortened(str(choices[predicted]).strip(), ANSWER_LETTERS)
+        if gold in range(len(choices)):
+            found["gold_text"] = shortened(str(choices[gold]).strip(), ANSWER_LETTERS)
+    return found
 
 
 def _choices(task: Task, sample: Mapping[str, Any]) -> list[str]:

@@ -33,15 +33,10 @@ class ModelTexts(TemplateLM):
 
     def __init__(self, loaded: LoadedModel, about: TaskConfig) -> None:
         super().__init__()
-        if loaded.tokenizer is None:
-            raise UserError(
-                f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one"
-            )
-        self.tokenizer = loaded.tokenizer
+        self.tokenizer: Any = loaded.tokenizer
         self.start = start_ids(self.tokenizer)
         self.max_length = loaded.max_length
         self._name = loaded.name
-        self._about = about
         self._template_options: dict[str, Any] = {}
         if about.enable_thinking is not None:
             self._template_options["enable_thinking"] = about.enable_thinking

@@ -45,9 +45,6 @@ from methods.full import Full
 
 HEAD_CHUNK = 128
 """Rows that pass the output head at once; only final hidden states of a window are kept."""
-MAX_NLL = 300.0
-"""Nats a token of which perplexity, exp of it, and its square are numbers; a model that fits a text
-has below 20."""
 CHUNK = 256
 """Rows t in [256 i, 256 (i + 1)) form chunk i (Fig 12)."""
 BATCH = 8
@@ -64,6 +61,7 @@ Reference = tuple[Tensor, Tensor]
 """Of the full cache on the scored rows of a window: nll, fp64 [rows] on the CPU, and final hidden
 states [rows, hidden_size]."""
 Prompts = Sequence[Sequence[int]]
+Metrics = dict[str, float | None]
 
 
 def run_perplexity(
@@ -72,20 +70,14 @@ def run_perplexity(
     """All windows of `config` under its method, or with `max_new_tokens` texts decoded after them.
 
     references: kept passes and texts of the full cache over this model's windows; new ones are
-    added.
-
-    Raises UserError for a corpus shorter than the windows, a sequence longer than the model's
-    limit, a method that the lengths do not fit or that never ran, and a perplexity that overflows.
+    added. Raises UserError for a corpus shorter than the windows, a sequence longer than the
+    model's limit, and a method that the lengths do not fit or that never ran.
     """
     prompt, new = config.prefill_len, config.max_new_tokens
-    if new is None:
-        name, length, lengths = "seq_len", config.seq_len, f"seq_len={config.seq_len}"
-    else:
-        name, length, lengths = (
-            "prefill_len",
-            prompt,
-            f"prefill_len={prompt} and max_new_tokens={new}",
-        )
+    name, length, lengths = "seq_len", config.seq_len, f"seq_len={config.seq_len}"
+    if new is not None:
+        name, length = "prefill_len", prompt
+        lengths = f"prefill_len={prompt} and max_new_tokens={new}"
     total = length + (new or 0)
     if total > loaded.max_length:
         raise UserError(f"{lengths}: {loaded.name} takes at most {loaded.max_length} tokens")
@@ -95,9 +87,8 @@ def run_perplexity(
         rows = [TokenCounts(cached, max(1, prompt), total) for cached in range(prompt, total - 1)]
         setup = prepare(config, loaded, attached, lambda: rows)
         if new is None:
-            scored = []
-            for window in bar(windows, desc="windows", unit="window"):
-                scored.append(_score(attached, setup, window, prompt, references))
+            shown = bar(windows, desc="windows", unit="window")
+            scored = [_score(attached, setup, window, prompt, references) for window in shown]
             outcome = summarize(scored, config)
         else:
             outcome = _decoded(attached, setup, windows, config, loaded, references)
@@ -167,7 +158,7 @@ def _score(
     hidden, ids, session = _hidden(attached, setup, window.ids, prefill_len)
     session.reads.check_fired()
     key = (tuple(window.ids), prefill_len)
-    if setup.method.reads_all and setup.codec is None:
+    if session.reads_everything:
         nll, _ = references.get(key, partial(_reference, attached, hidden, ids, prefill_len))
         scores = RowScores(nll, kl=torch.zeros_like(nll), agrees=torch.ones_like(nll))
     else:
@@ -203,44 +194,27 @@ def _hidden(
     read.
     """
     # Row 0 sees only itself, so it can always be run as the prompt: prefill_len = 0 scores it too.
-    prompt = max(1, prefill_len)
+    prompt, length = max(1, prefill_len), len(window)
     ids = torch.tensor([window], device=attached.device)
     real = torch.ones_like(ids, dtype=torch.bool)
-    session = setup.replay(
-        attached,
-        torch.tensor([len(window)], device=attached.device),
-        len(window),
-        measure_recall=True,
-        measure_errors=True,
-    )
+    final = torch.tensor([length], device=attached.device)
+    session = setup.replay(attached, final, length, measure_recall=True, measure_errors=True)
     hidden = session.prefill(ids[:, :prompt], real[:, :prompt])[0]
     decoded = session.decode(ids[:, prompt:-1], real[:, prompt:-1])[0]
     return torch.cat([hidden, decoded])[prefill_len:], ids, session
 
 
-def as_perplexity(nll: float, where: str) -> float:
-    """exp of a mean negative log-likelihood in nats; UserError, which names `where`, for one that
-    is no number."""
-    if not nll <= MAX_NLL:
-        raise UserError(
-            f"{where}: perplexity overflows, the mean negative log-likelihood is {nll:.4g} nats a "
-            f"token (at most {MAX_NLL:g}): the model does not fit the text; choose another model, "
-            "model.dtype or corpus"
-        )
-    return math.exp(nll)
-
-
 def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     """Means over all scored rows; standard errors over windows (None with a single window)."""
     reads = sum((window.reads for window in windows), ReadStats())
-    metrics: dict[str, float | None] = {"num_samples": len(windows)}
-    _add(metrics, "perplexity", [window.scores.nll for window in windows])
-    _add(metrics, "perplexity_full", [window.full_nll for window in windows])
-    _add(metrics, "kl_nats", [window.scores.kl for window in windows])
-    _add(metrics, "top1_agreement", [window.scores.agrees for window in windows])
+    metrics: Metrics = {"num_samples": len(windows)}
+    metrics |= _of_rows("perplexity", [window.scores.nll for window in windows])
+    metrics |= _of_rows("perplexity_full", [window.full_nll for window in windows])
+    metrics |= _of_rows("kl_nats", [window.scores.kl for window in windows])
+    metrics |= _of_rows("top1_agreement", [window.scores.agrees for window in windows])
     for name in ("attention_recall", *reads.shares):
-        metrics[name] = getattr(reads, name)
-        metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
+        shares = [getattr(window.reads, name) for window in windows]
+        metrics |= _with_error(name, getattr(reads, name), shares)
     num_layers = len(windows[0].errors)
     dense_layers = min(windows[0].dense_layers, num_layers - 1)
     errors = [window.errors[dense_layers:] for window in windows]
@@ -249,33 +223,42 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     for layer in range(num_layers):
         of_layer = [window.errors[layer] for window in windows]
         layers.append({"layer": layer} | error_metrics(of_layer))
-    samples: dict[str, Any] = {"windows": []}
+    samples = []
     for window, of_window in zip(windows, errors, strict=True):
-        samples["windows"].append(_raw(window) | error_means(of_window))
-    samples[LAYERS] = layers
+        numbers = {
+            "place": window.place,
+            "nll": float(window.scores.nll.mean()),
+            "nll_full": float(window.full_nll.mean()),
+            "kl_nats": float(window.scores.kl.mean()),
+            "top1_agreement": float(window.scores.agrees.mean()),
+            "attention_recall": window.reads.attention_recall,
+            "budget": window.reads.budget,
+        }
+        samples.append(numbers | error_means(of_window))
     return Outcome(
         {config.corpus.title: metrics},
-        samples,
+        {"windows": samples, LAYERS: layers},
         chunks=_chunks(windows, config.prefill_len, config.seq_len),
     )
 
 
-def _add(
-    metrics: dict[str, float | None], name: str, rows: Sequence[Tensor], where: str = ""
-) -> None:
-    """The mean over all rows, and its error over windows; of a perplexity exp of the mean. where:
-    of the rows."""
-    means = [float(part.mean()) for part in rows]
-    value = float(torch.cat(list(rows)).mean())
-    if name.startswith("perplexity"):
-        means = [
-            as_perplexity(mean, f"window {index + 1}{where}") for index, mean in enumerate(means)
-        ]
-        value = math.exp(value)
-    metrics |= {name: value, f"{name}_stderr": _stderr(means)}
+def _of_rows(name: str, rows: Sequence[Tensor]) -> Metrics:
+    """The mean over all rows of the windows, and its error."""
+    mean = float(torch.cat(list(rows)).mean())
+    return _with_error(name, mean, [float(part.mean()) for part in rows])
 
 
-def error_means(errors: Tensor) -> dict[str, float]:
+def _with_error(name: str, mean: float | None, values: Sequence[float | None]) -> Metrics:
+    """A mean and its standard error over windows or prompts, whose means are `values`; of a
+    perplexity exp of each. None where nothing is known."""
+    known = [value for value in values if value is not None]
+    if name in EXPONENTIAL and mean is not None:
+        known, mean = [math.exp(value) for value in known], math.exp(mean)
+    error = clustered_stderr(known, range(len(known))) if known else None
+    return {name: mean, f"{name}_stderr": error}
+
+
+def error_means(errors: Tensor) -> Metrics:
     """Mean and 95th percentile of relative errors, over all rows, heads and layers of them."""
     values = errors.double().numpy()
     return {
@@ -284,35 +267,13 @@ def error_means(errors: Tensor) -> dict[str, float]:
     }
 
 
-def error_metrics(errors: Sequence[Tensor]) -> dict[str, float | None]:
-    """`error_means` of all windows together, each with its standard error over windows.
-
-    errors: of each window, fp32 of any equal shape.
-    """
+def error_metrics(errors: Sequence[Tensor]) -> Metrics:
+    """`error_means` of all windows together. errors: of each window, fp32 of any equal shape."""
     of_windows = [error_means(of_window) for of_window in errors]
-    metrics: dict[str, float | None] = {}
+    metrics: Metrics = {}
     for name, value in error_means(torch.stack(list(errors))).items():
-        values = [of_window[name] for of_window in of_windows]
-        metrics |= {name: value, f"{name}_stderr": _stderr(values)}
+        metrics |= _with_error(name, value, [of_window[name] for of_window in of_windows])
     return metrics
-
-
-def _stderr(values: Sequence[float | None]) -> float | None:
-    """Standard error of a mean over windows."""
-    known = [value for value in values if value is not None]
-    return clustered_stderr(known, range(len(known))) if known else None
-
-
-def _raw(window: Window) -> dict[str, Any]:
-    return {
-        "place": window.place,
-        "nll": float(window.scores.nll.mean()),
-        "nll_full": float(window.full_nll.mean()),
-        "kl_nats": float(window.scores.kl.mean()),
-        "top1_agreement": float(window.scores.agrees.mean()),
-        "attention_recall": window.reads.attention_recall,
-        "budget": window.reads.budget,
-    }
 
 
 def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[dict[str, Any]]:
@@ -322,14 +283,11 @@ def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[d
         rows = slice(max(first - prefill_len, 0), stop - prefill_len)
         own = [window.scores.nll[rows] for window in windows]
         full = [window.full_nll[rows] for window in windows]
-        metrics: dict[str, float | None] = {}
-        _add(metrics, "perplexity", own, f", rows {first} to {stop - 1}")
-        pairs = [
-            {"nll": float(one.mean()), "nll_full": float(two.mean())}
-            for one, two in zip(own, full, strict=True)
-        ]
+        pairs = []
+        for one, two in zip(own, full, strict=True):
+            pairs.append({"nll": float(one.mean()), "nll_full": float(two.mean())})
         chunk = {"first": first, "stop": stop, "num_tokens": sum(map(len, own))}
-        chunks.append(chunk | {"metrics": metrics, "windows": pairs})
+        chunks.append(chunk | {"metrics": _of_rows("perplexity", own), "windows": pairs})
     return chunks
 
 
@@ -345,13 +303,12 @@ class Text(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A method's text beside the full cache's. kl, agrees: fp64 [tokens - 1], as `RowScores` has
-    them, of the steps after the first along the method's own text."""
+    """A method's text beside the full cache's. scores: of the method, of the steps after the first
+    along its own text."""
 
     own: Text
     full: Text
-    kl: Tensor
-    agrees: Tensor
+    scores: RowScores
 
 
 def _decoded(
@@ -393,7 +350,7 @@ def _decoded(
         for prompt, tokens, hidden, other in zip(batch, *made, full, strict=True):
             nll, reference = full_pass(attached, [*prompt, *tokens.tolist()], length)
             scores = score_rows(attached, hidden, tokens[1:], reference)
-            pairs.append(Pair(Text(tokens.tolist(), nll), other, scores.kl, scores.agrees))
+            pairs.append(Pair(Text(tokens.tolist(), nll), other, scores))
     samples = []
     for window, pair in zip(windows, pairs, strict=True):
         texts = {"text": pair.own.tokens, "text_full": pair.full.tokens}
@@ -449,8 +406,8 @@ def measures(pair: Pair) -> dict[str, Any]:
     own, full = repetition(pair.own.tokens), repetition(pair.full.tokens)
     nll, nll_full = float(pair.own.nll.mean()), float(pair.full.nll.mean())
     return {
-        "kl_nats": float(pair.kl.mean()),
-        "top1_agreement": float(pair.agrees.mean()),
+        "kl_nats": float(pair.scores.kl.mean()),
+        "top1_agreement": float(pair.scores.agrees.mean()),
         "first_divergence": [*same, False].index(False),
         "nll": nll,
         "nll_full": nll_full,
@@ -481,20 +438,14 @@ def curve(pairs: Sequence[Pair], num_tokens: int) -> Iterator[dict[str, Any]]:
         if begin == stop:
             continue
         rows = slice(begin - 1, stop - 1)
-        metrics = _mean("kl_nats", [float(pair.kl[rows].mean()) for pair in pairs])
+        metrics = _mean("kl_nats", [float(pair.scores.kl[rows].mean()) for pair in pairs])
         metrics |= _mean("text_perplexity", [float(pair.own.nll[rows].mean()) for pair in pairs])
         chunk = {"first": first, "stop": stop, "num_tokens": (stop - begin) * len(pairs)}
         yield chunk | {"metrics": metrics}
 
 
-def _mean(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """The mean over prompts and its standard error, of a perplexity exp of the mean; None where
-    nothing is known."""
+def _mean(name: str, values: Sequence[float | None]) -> Metrics:
+    """The mean over prompts, and its error."""
     known = [value for value in values if value is not None]
-    if not known:
-        return {name: None, f"{name}_stderr": None}
-    mean = sum(known) / len(known)
-    if name in EXPONENTIAL:
-        known = [as_perplexity(value, f"prompt {index + 1}") for index, value in enumerate(known)]
-        mean = math.exp(mean)
-    return {name: mean, f"{name}_stderr": clustered_stderr(known, range(len(known)))}
+    mean = sum(known) / len(known) if known else None
+    return _with_error(name, mean, values)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from harness.data.needles import needle_of
+from harness.data.ruler import needle_of
 from harness.errors import UserError
 from harness.scoring.answers import Document, Request
 from harness.scoring.model_texts import ModelTexts
@@ -46,7 +46,8 @@ class Planner:
 
     texts: the model's, whose `max_length` is the limit. truncate: a context beyond it loses its
     beginning behind the start token; else it is refused. rows: the document of each question.
-    truncated: questions whose context was cut. first_cut: where the first prompt ends, in words.
+    with_prompt: those that are asked with a prompt. truncated: those whose context was cut.
+    first_cut: where the first prompt ends, in words.
     """
 
     def __init__(self, texts: ModelTexts, prefill: Prefill, *, truncate: bool) -> None:
@@ -79,10 +80,11 @@ class Planner:
                 f"task {document[0]}: scores whole texts, in which prefill=question finds no "
                 "question; use prefill=dense or artifact"
             )
-        start, of_text = self._texts.start, self._texts.tok_encode(text)[len(self._texts.start) :]
-        room = self._texts.max_length - len(start)
+        texts, start = self._texts, self._texts.start
+        of_text = texts.tok_encode(text)[len(start) :]
+        room = texts.max_length - len(start)
         requests = []
-        windows = get_rolling_token_windows(of_text, self._texts.prefix_token_id, room, 1)
+        windows = get_rolling_token_windows(of_text, texts.prefix_token_id, room, 1)
         for number, window in enumerate(windows):
             context, continuation = make_disjoint_window(window)
             if start:  # in place of the first window's prefix, and before what the others have
@@ -194,10 +196,6 @@ class Planner:
             place = self._prefill.finder.find(text, self.rows[document])
         except ValueError as error:
             raise self._no_question(document, str(error)) from error
-        if not self._texts.tokenizer.is_fast:
-            raise UserError(
-                "prefill=question needs a fast tokenizer, which knows where in the text tokens lie"
-            )
         if not self.first_cut:
             begins = " ".join(text[place:].split())[:CUT_LETTERS]
             self.first_cut = f"in question {document[1]} before {begins!r}"

@@ -105,10 +105,8 @@ class _Answer(Draft):
     """An answer under way, and the requests that ask for it.
 
     num_shared: decode rows before the answer. needle_read: of each decode row that gave a token,
-    the shares of the needle that the layers read, [layers].
-
-    Besides the ends of its rule, the text of a stop ends it: lm-eval's criteria find it in the
-    spelling of the last tokens.
+    the shares of the needle that the layers read, [layers]. Besides the ends of its rule, the text
+    of a stop ends it: lm-eval's criteria find it in the spelling of the last tokens.
     """
 
     def __init__(
@@ -118,13 +116,14 @@ class _Answer(Draft):
         attached: Attached,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
+        stops = stop_sequences_criteria(
+            tokenizer, list(request.stops), len(request.ids), batch_size=1
+        )
         rule = GenerationRule(
             attached.model,
             request.ids,
             tokenizer=tokenizer,
-            criteria=stop_sequences_criteria(
-                tokenizer, list(request.stops), len(request.ids), batch_size=1
-            ),
+            criteria=stops,
             max_new_tokens=request.max_new_tokens,
             **json.loads(request.settings),
             **request.sampling.settings,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_type_hints
 
@@ -287,6 +288,28 @@ class RunConfig:
     max_new_tokens: Count | None = None
     results_dir: PathText = RESULTS
 
+    def value(self, setting: str) -> Any:
+        """The value of a setting by the name that a command line gives it."""
+        if setting == "method":
+            return self.method_name
+        if setting in ("data", "platform"):
+            setting += ".name"
+        for group in (self.task, self.sampling, self.latency):  # whose settings stand at the top
+            if hasattr(group, setting):
+                return getattr(group, setting)
+        return attrgetter(setting)(self)
+
+    def typed(self, setting: str) -> str:
+        """A setting and its value as a command line has them."""
+        value = self.value(setting)
+        if value is None or isinstance(value, bool):
+            words = "null" if value is None else str(value).lower()
+        elif isinstance(value, tuple):
+            words = f"[{','.join(map(str, value))}]"
+        else:
+            words = f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{setting}={words}"
+
     @property
     def budget_is_measured(self) -> bool:
         """Whether `budget` is met by a search on the calibration text, as the method's reads depend
@@ -328,7 +351,7 @@ class RunConfig:
         if self.num_samples is None and task in REASONING_TASKS:
             return REASONING_NUM_SAMPLES
         if task in RULER_TASKS:
-            return (self.num_samples or RULER_NUM_SAMPLES) * len(self.task.lengths)
+            return (self.num_samples or RULER_NUM_SAMPLES) * len(self.task.known.max_seq_lengths)
         return self.num_samples
 
 

@@ -6,6 +6,7 @@ A value out of range is refused with what is allowed, so the ranges are not list
 from __future__ import annotations
 
 import textwrap
+from dataclasses import MISSING
 from typing import Any
 
 from harness.settings import own_method
@@ -48,13 +49,12 @@ def method_help(choice: str) -> list[str]:
     from methods.settings import settings_of  # loads torch
 
     cls, name, said = own_method.chosen(choice)
-    defaults = own_method.defaults_of(cls) | said
     lines = [f"Settings of method={name}: method.SETTING=VALUE, default, meaning", ""]
     for setting in settings_of(cls):
         words = setting.meaning
         if setting.allowed is not None:
             words = f"{words}. Allowed: {setting.allowed.words}"
-        start = f"{setting.name}: {_as_yaml(defaults[setting.name])}"
+        start = f"{setting.name}: {_as_yaml(said.get(setting.name, setting.default))}"
         lines += textwrap.wrap(f"{start:28}  # {words}", WIDTH, subsequent_indent=30 * " " + "# ")
     return lines
 
@@ -62,4 +62,4 @@ def method_help(choice: str) -> list[str]:
 def _as_yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return str(value)
+    return "???" if value is MISSING else str(value)

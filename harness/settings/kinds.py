@@ -51,7 +51,7 @@ class Kind:
     that make its numbers, besides the core that all kinds share. live: it decodes through two
     memories, so that its label may name a system (`harness.settings.systems`). modelled: the cost
     model does it for a machine that is not here. keeps_record: its outcome is recorded, and the run
-    is skipped the next time. Otherwise it only prints, and has no `depends_on`, `table` or `code`.
+    is skipped the next time; else it only prints.
     """
 
     depends_on: tuple[str, ...] = ()
@@ -180,7 +180,7 @@ KINDS = {
         depends_on=(*TEXTS, "analysis"),
         rules=_of_analysis,
         table="analysis",
-        code=("paper/analysis.py", "paper/observed.py"),
+        code=("paper/analysis.py",),
     ),
     "contract": Kind(keeps_record=False),
     "advise": Kind(rules=_of_advise, modelled=True, keeps_record=False),

@@ -21,17 +21,13 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-import yaml
-
 from harness.errors import UserError, line_in, nearest, reason
-from harness.settings.paths import CONF_DIR
-from harness.settings.schema import options
+from harness.settings.schema import conf_file, options
 
 PRESS = "kvpress:"
 """Before the name of a press of kvpress (`methods.kvpress`)."""
@@ -52,8 +48,7 @@ def is_own(choice: str) -> bool:
 def preset(name: str) -> tuple[type, dict[str, Any]]:
     """The class of a method of `conf/method`, and what its file says: the settings that it changes,
     its title, and how rows are stored. Raises OSError if there is no such file."""
-    path = CONF_DIR / "method" / f"{name}.yaml"
-    said: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    said = conf_file("method", name)
     module, _, cls_name = said["_target_"].rpartition(".")
     return getattr(importlib.import_module(module), cls_name), said
 
@@ -61,19 +56,10 @@ def preset(name: str) -> tuple[type, dict[str, Any]]:
 def shipped(name: str) -> tuple[type, dict[str, Any]]:
     """The class of a method of `conf/method` and its whole settings: the defaults of the class, and
     what its file says. Raises OSError if there is no such file."""
+    from methods.settings import settings_of  # loads torch
+
     cls, said = preset(name)
-    return cls, defaults_of(cls) | said
-
-
-def defaults_of(cls: Any) -> dict[str, Any]:
-    """The settings of a class as YAML holds them. A field without a default has none here."""
-    values = {}
-    for field in fields(cls):
-        if field.default_factory is not MISSING:
-            values[field.name] = field.default_factory()
-        elif field.default is not MISSING:
-            values[field.name] = field.default
-    return {name: list(item) if isinstance(item, tuple) else item for name, item in values.items()}
+    return cls, {setting.name: setting.default for setting in settings_of(cls)} | said
 
 
 def chosen(choice: str) -> tuple[type, str, dict[str, Any]]:
@@ -122,10 +108,7 @@ def chosen_codec(choice: str) -> tuple[type, str]:
 
 def _class(choice: str, base: type, setting: str) -> tuple[Any, str]:
     """The class derived from `base` that `choice` names, or the only one that its module defines,
-    and its name in tables.
-
-    setting: the choice as the user wrote it, for errors.
-    """
+    and its name in tables. setting: the choice as the user wrote it, for errors."""
     of_file = FILE.fullmatch(choice)
     if of_file is not None:
         name = of_file["name"] or ""
@@ -146,7 +129,7 @@ def _class(choice: str, base: type, setting: str) -> tuple[Any, str]:
     if not name and len(own) > 1:
         one = f"choose one, as {setting}:{next(iter(own))}"
         raise UserError(f"{setting}: defines {', '.join(own)}; {one}")
-    cls = own[name] if name else next(iter(own.values()))
+    cls = own[name or next(iter(own))]
     if "__dataclass_fields__" not in vars(cls):
         needed = "must be a @dataclass(frozen=True), its fields the settings"
         raise UserError(f"{setting}: {cls.__name__} {needed}")

@@ -36,34 +36,27 @@ def shipped_beside(results_dir: str | Path) -> Path | None:
     return shipped if shipped.is_dir() else None
 
 
-def table_to_read(results_dir: str | Path, name: str) -> Path | None:
-    """The file `tables/<name>` of a results folder, else the shipped one that stands beside it.
+def _folders(results_dir: str | Path) -> list[Path]:
+    return [Path(results_dir), *filter(None, [shipped_beside(results_dir)])]
 
-    None where neither exists. A table that a run writes there has the shipped rows, too.
-    """
-    own, shipped = Path(results_dir), shipped_beside(results_dir)
-    for folder in filter(None, (own, shipped)):
-        path = folder / "tables" / name
-        if path.exists():
-            return path
-    return None
+
+def table_to_read(results_dir: str | Path, name: str) -> Path | None:
+    """The file `tables/<name>` of a results folder, else the shipped one that stands beside it;
+    None where neither exists. A table that a run writes there has the shipped rows, too."""
+    paths = [folder / "tables" / name for folder in _folders(results_dir)]
+    return next(filter(Path.exists, paths), None)
 
 
 def tables_to_read(results_dir: str | Path) -> list[Path]:
     """The files `tables/*.csv` of a results folder and the shipped ones that it lacks, by name."""
-    own, shipped = Path(results_dir), shipped_beside(results_dir)
     found: dict[str, Path] = {}
-    for folder in filter(None, (shipped, own)):
-        for path in folder.glob("tables/*.csv"):
-            found[path.name] = path
+    for folder in reversed(_folders(results_dir)):
+        found |= {path.name: path for path in folder.glob("tables/*.csv")}
     return [found[name] for name in sorted(found)]
 
 
 def models_beside(results_dir: str | Path) -> list[str]:
     """The folders within a results folder, and within the shipped results beside it, that have
     tables: results of other models."""
-    names = set()
-    for folder in filter(None, (Path(results_dir), shipped_beside(results_dir))):
-        for path in folder.glob("*/tables/*.csv"):
-            names.add(path.parents[1].name)
-    return sorted(names)
+    tables = (path for folder in _folders(results_dir) for path in folder.glob("*/tables/*.csv"))
+    return sorted({path.parents[1].name for path in tables})

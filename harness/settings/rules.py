@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields
-from operator import attrgetter
-from typing import Any
 
 from harness.errors import UserError, nearest
 from harness.settings import codecs, systems
@@ -33,27 +31,7 @@ def check(config: RunConfig, given: Collection[str]) -> None:
     for rules in (_of_rows, _of_sources, _of_machines, _of_links, _of_kinds, kind.rules):
         for setting, is_wrong, why in rules(config):
             if is_wrong:
-                raise UserError(f"{setting}={_as_typed(_value(config, setting))}: {why}")
-
-
-def _value(config: RunConfig, setting: str) -> Any:
-    """The value of a setting as the user names it."""
-    if setting == "method":
-        return config.method_name
-    if setting in ("data", "platform"):
-        setting += ".name"
-    for group in (config.task, config.sampling, config.latency):
-        if hasattr(group, setting):
-            return getattr(group, setting)
-    return attrgetter(setting)(config)
-
-
-def _as_typed(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+                raise UserError(f"{config.typed(setting)}: {why}")
 
 
 def _check_budget(config: RunConfig, given: Collection[str]) -> None:

@@ -122,13 +122,20 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
 
 
+def conf_file(group: str, name: str) -> dict[str, Any]:
+    """What a file of `conf/` says. Raises OSError if there is no such file."""
+    text = (CONF_DIR / group / f"{name}.yaml").read_text(encoding="utf-8")
+    said: dict[str, Any] = yaml.safe_load(text)
+    return said
+
+
 @cache
 def kind_of(experiment: str) -> str | None:
-    """The kind of run in the YAML of an experiment; None if the YAML has none, or there is no such
-    file."""
-    path = CONF_DIR / "experiment" / f"{experiment}.yaml"
-    kind = yaml.safe_load(path.read_text(encoding="utf-8")).get("kind") if path.is_file() else None
-    return None if kind is None else str(kind)
+    """The kind of run of an experiment of `conf/`; None for many runs of others, and for a file of
+    the user's."""
+    if experiment not in options("experiment"):
+        return None
+    return conf_file("experiment", experiment).get("kind")
 
 
 def path_text(value: Any, where: str) -> str:

@@ -1,9 +1,8 @@
-"""The systems that speed runs compare: `conf/system` makes them, and each has a name here.
+"""The systems that speed runs compare: files of `conf/system`. A run that is one has its name.
 
-All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch. Only
-offload-pageable runs as the InfiniGen artifact ran its FlexGen baseline, infinigen-artifact as the
-artifact's device-wide wait after each layer has it (snu-comparch/InfiniGen#9), and uvm leaves the
-transfers to CUDA's driver. disk and what begins so read a local disk. Imports no torch.
+All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch, but
+where a file of `conf/system` says otherwise. disk and what begins so read a local disk. Imports no
+torch.
 
     python run.py experiment=latency system=offload+int4
     python run.py experiment=disk system=offload+int4       # disk+int4
@@ -11,11 +10,12 @@ transfers to CUDA's driver. disk and what begins so read a local disk. Imports n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
 from harness.errors import UserError
 from harness.settings.config import BEHIND_LINK, Placement, RunConfig
+from harness.settings.schema import conf_file, options
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -34,26 +34,22 @@ class System:
     pinned: bool = True
 
 
-LABELS = {
-    "ideal": System("full", "device"),
-    "uvm": System("full", "managed"),
-    "uvm+h2o": System("h2o", "managed"),
-    "offload": System("full"),
-    "offload-pageable": System("full", overlap=False, pinned=False),
-    "offload+int4": System("full", codec="int4"),
-    "offload+h2o": System("h2o"),
-    "infinigen": System("infinigen"),
-    "infinigen-artifact": System("infinigen", overlap=False),
-    "infinigen+reuse": System("infinigen", gpu_cache=1),
-    "infinigen+int4": System("infinigen", codec="int4"),
-    "infinigen2": System("infinigen2"),
-    "infinigen2+rows": System("infinigen2", gpu_cache=2),
-    "disk": System("full", "disk"),
-    "disk+int4": System("full", "disk", codec="int4"),
-    "disk+infinigen": System("infinigen", "disk"),
-    "disk+infinigen2": System("infinigen2", "disk"),
-    "disk+infinigen2+rows": System("infinigen2", "disk", gpu_cache=2),
-}
+def _systems() -> dict[str, System]:
+    """The systems of `conf/system` by name, and beside each that transfers as it can the same on a
+    local disk."""
+    found = {}
+    for name in options("system"):
+        said = conf_file("system", name)
+        said |= said.pop("platform", {})
+        found[name] = System(**said | {"method": said["method"]["name"]})
+    for name, system in tuple(found.items()):
+        if system == replace(system, placement="host", overlap=True, pinned=True):
+            on_disk = "disk" + f"+{name}".removeprefix("+offload")
+            found[on_disk] = replace(system, placement="disk")
+    return found
+
+
+LABELS = _systems()
 OF_EVERY_METHOD = "method.dense_layers"
 """The setting that every method has, which may be given beside any system."""
 COUNTED = tuple(label for label, system in LABELS.items() if system.placement != "managed")
@@ -74,27 +70,21 @@ def check_label(label: str, made: str) -> None:
 def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
     """The label of a run: its system, else its settings in words. method: of a preset, the method
     behind it."""
-    ran = System(
-        method,
-        config.placement,
-        config.codec_name,
-        config.gpu_cache,
-        config.platform.overlap,
-        config.platform.pinned,
-    )
+    transfers = {name: getattr(config.platform, name) for name in ("overlap", "pinned")}
+    ran = System(method, config.placement, config.codec_name, config.gpu_cache, **transfers)
     for label, system in LABELS.items():
         if system == ran:
             return label
     words = method
-    if config.codec_name:
-        words += f"+{config.codec_name}"
-    if config.gpu_cache:
-        words += f"+rows{config.gpu_cache:g}"
-    if not config.platform.overlap:
+    if ran.codec:
+        words += f"+{ran.codec}"
+    if ran.gpu_cache:
+        words += f"+rows{ran.gpu_cache:g}"
+    if not ran.overlap:
         words += "+no overlap"
-    if is_own and config.placement == "host":
+    if is_own and ran.placement == "host":
         return words
-    return f"{words} ({config.placement})"
+    return f"{words} ({ran.placement})"
 
 
 def check_combination(method: Method, placement: str, gpu_cache: float) -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from harness.errors import UserError
-from harness.settings.schema import MOST, Count, DayText, FolderText, Natural, Share, Text
+from harness.settings.schema import (
+    DISTINCT,
+    MOST,
+    Count,
+    DayText,
+    FolderText,
+    Natural,
+    Share,
+    Text,
+    build,
+    only,
+)
 
 GENERATED_TASKS = ("kv_recall", "passkey")
 RULER_TASKS = (
@@ -39,13 +51,21 @@ TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "bool
 GENERATED_NUM_SAMPLES = 128
 RULER_NUM_SAMPLES = 32
 REASONING_NUM_SAMPLES = 32
-DEFAULT_SEQ_LENGTHS = [4096]
-"""lm-eval's lengths of RULER's prompts and answers, in tokens."""
-AIME_MAX_GEN_TOKS = 32768
-"""lm-eval's."""
-PLACES = 9
-LEAST_PLACES, MOST_PLACES = 6, 80
-"""Places on a map of graph_search."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What of `metadata` the tasks of this project read; lm-eval hands all of it to a task.
+
+    max_seq_lengths: of RULER's prompts and answers, in tokens. num_sentences: of the offline text,
+    in each context of kv_recall and passkey; None: as many as the task has by itself. places: on a
+    map of graph_search. max_gen_toks: the most tokens of an answer of AIME, by default lm-eval's.
+    """
+
+    max_seq_lengths: Annotated[tuple[Count, ...], DISTINCT] = (4096,)
+    num_sentences: Natural | None = None
+    places: Annotated[int, Field(ge=6, le=80)] = 9
+    max_gen_toks: Count = 32768
 
 
 @dataclass(frozen=True)
@@ -66,7 +86,9 @@ class TaskConfig:
     chat_date: DayText = "2024-07-26"
     think_end_token: Natural | Text | None = None
     system_instruction: Text | None = None
-    question_marker: Text | None = None
+    question_marker: (
+        Annotated[Text, only(str.strip, "must hold a character that is no space")] | None
+    ) = None
     too_long: Literal["refuse", "truncate"] = "refuse"
 
     def __post_init__(self) -> None:
@@ -76,28 +98,14 @@ class TaskConfig:
         if self.enable_thinking and self.think_end_token is None:
             ends = "needs think_end_token, which ends the thinking, such as </think>"
             raise UserError(f"enable_thinking=true: {ends}")
-        if self.question_marker is not None and not self.question_marker.strip("\n "):
-            wanted = "must hold a character that is no space"
-            raise UserError(f"question_marker={self.question_marker!r}: {wanted}")
-        lengths: Any = self.lengths
-        listed = isinstance(lengths, list) and all(
-            type(length) is int and 0 < length <= MOST for length in lengths
-        )
-        if not listed or not lengths or len(set(lengths)) < len(lengths):
-            allowed = "must be a list of different lengths in tokens, such as [2048]"
-            raise UserError(f"metadata.max_seq_lengths={lengths}: {allowed}")
-        number: Any = self.num_sentences
-        if number is not None and not (type(number) is int and 0 <= number <= MOST):
-            allowed = "must be a whole number, of sentences in a context of kv_recall or passkey"
-            raise UserError(f"metadata.num_sentences={number}: {allowed}")
-        places: Any = self.places
-        if type(places) is not int or not LEAST_PLACES <= places <= MOST_PLACES:
-            allowed = f"must be from {LEAST_PLACES} to {MOST_PLACES}"
-            raise UserError(f"metadata.places={places}: {allowed}")
-        most: Any = self.max_gen_toks
-        if type(most) is not int or not 0 < most <= MOST:
-            allowed = "must be a whole number above 0, the most tokens of an answer of AIME"
-            raise UserError(f"metadata.max_gen_toks={most}: {allowed}")
+        _ = self.known
+
+    @cached_property
+    def known(self) -> Metadata:
+        """The part of `metadata` that the tasks of this project read."""
+        names = {field.name for field in fields(Metadata)}
+        given = {name: value for name, value in self.metadata.items() if name in names}
+        return build(Metadata, given, "metadata")
 
     @property
     def has_example_turns(self) -> bool:
@@ -106,27 +114,6 @@ class TaskConfig:
         if self.fewshot_as_multiturn is None:
             return self.apply_chat_template
         return self.fewshot_as_multiturn
-
-    @property
-    def num_sentences(self) -> int | None:
-        """Sentences of the offline text in each context of kv_recall and passkey; None: as many as
-        the task has by itself."""
-        return self.metadata.get("num_sentences")
-
-    @property
-    def places(self) -> int:
-        """Places on a map of graph_search."""
-        return self.metadata.get("places", PLACES)
-
-    @property
-    def max_gen_toks(self) -> int:
-        """The most tokens of an answer of AIME."""
-        return self.metadata.get("max_gen_toks", AIME_MAX_GEN_TOKS)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths of RULER's prompts and answers, in tokens."""
-        return self.metadata.get("max_seq_lengths", DEFAULT_SEQ_LENGTHS)
 
 
 class Sampling(NamedTuple):
@@ -158,6 +145,14 @@ class Sampling(NamedTuple):
 GREEDY = Sampling()
 LOWEST_TEMPERATURE = 1e-6
 """Logits that are divided by less leave the range of fp32."""
+Temperature = Annotated[
+    float,
+    Field(le=MOST),
+    only(
+        lambda value: value == 0 or value >= LOWEST_TEMPERATURE,
+        f"allowed: 0, which takes the most likely token, or {LOWEST_TEMPERATURE} and more",
+    ),
+]
 NEW_TOKENS = 64
 """Tokens of a text where neither a setting nor the model's generation_config.json says how many."""
 
@@ -169,7 +164,7 @@ class SamplingConfig:
     repeats: answers to each question, each drawn from its own random numbers.
     """
 
-    temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: Count | None = None
     repeats: Count = 1
@@ -177,8 +172,6 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.temperature == 0:
             self._refuse_where_greedy("temperature=0 takes the most likely token")
-        elif self.temperature is not None:
-            _require_divisor(self.temperature)
 
     def rule(self, of_task: Sampling = GREEDY) -> Sampling:
         """The rule of these settings where they are given, else of the task, else greedy.
@@ -189,7 +182,6 @@ class SamplingConfig:
         if not temperature:
             self._refuse_where_greedy("the most likely token is taken")
             return GREEDY
-        _require_divisor(temperature)
         return Sampling(temperature, self.top_p or of_task.top_p, self.top_k or of_task.top_k)
 
     def _refuse_where_greedy(self, why: str) -> None:
@@ -197,11 +189,3 @@ class SamplingConfig:
             value = getattr(self, name)
             if value != unset:
                 raise UserError(f"{name}={value}: {why}; set temperature above 0")
-
-
-def _require_divisor(temperature: float) -> None:
-    if temperature < LOWEST_TEMPERATURE:
-        raise UserError(
-            f"temperature={temperature}: allowed: 0, which takes the most likely token, or "
-            f"{LOWEST_TEMPERATURE} and more"
-        )

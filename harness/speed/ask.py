@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain, takewhile
+from typing import Any
 
 import torch
 
@@ -22,11 +23,12 @@ from harness.errors import UserError, printable
 from harness.model.load import LoadedModel
 from harness.results.step_stats import stats_of
 from harness.settings.config import RunConfig
-from harness.speed.generate import live, new_draft, new_tokens_of, require_length, write_text
+from harness.speed.generate import live, new_tokens_of, write_text
 from methods.base import TokenCounts
 
 LETTERS = 60
 """Of a question that an error shows."""
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -47,43 +49,24 @@ class Answer:
     kv_bytes: int
 
 
-class _Question(NamedTuple):
-    """A question as tokens. ids: of context and question. num_prompt: first ones that run densely,
-    before the method reduces the cache."""
-
-    ids: tuple[int, ...]
-    num_prompt: int
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Tokens that run densely."""
-        return self.ids[: self.num_prompt]
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Tokens that are decode rows."""
-        return self.ids[self.num_prompt :]
-
-
-def _encoded(context: str, of_context: Sequence[int], question: str, tokenizer: Any) -> _Question:
-    """A question's tokens, those of context and question as one text. of_context: of the context
-    alone.
+def _encoded(
+    context: str, of_context: Sequence[int], question: str, tokenizer: Any
+) -> tuple[Ids, Ids]:
+    """The tokens of context and question as one text: those that run densely, before the method
+    reduces the cache, and the decode rows. of_context: of the context alone.
 
     The question begins with the first token that the context alone does not have, which may begin
     with the context's last letters. Raises UserError where there is no token of either.
     """
-    ids = prompt_ids(context + question, tokenizer)
-    num_equal = 0
-    for own, whole in zip(of_context, ids, strict=False):
-        if own != whole:
-            break
-        num_equal += 1
+    ids = tuple(prompt_ids(context + question, tokenizer))
+    pairs = zip(of_context, ids, strict=False)
+    num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if not num_equal:
         raise UserError("context: makes no tokens that could be kept; give a longer text")
     if num_equal == len(ids):
         shown = printable(question[:LETTERS])
         raise UserError(f"questions: {shown!r} makes no tokens; give a text")
-    return _Question(tuple(ids), num_equal)
+    return ids[:num_equal], ids[num_equal:]
 
 
 def ask_all(
@@ -109,53 +92,45 @@ def ask_all(
         )
     context, reader = config.prompt, loaded.reader
     of_context = prompt_ids(context, reader)
-    questions = []
-    for text in texts:
-        questions.append(_encoded(context, of_context, text, reader))
-    longest = max(len(question.ids) for question in questions)
-    max_new_tokens = new_tokens_of(config, loaded, longest)
-    require_length("context and question", longest, max_new_tokens, loaded)
-    by_prompt: dict[tuple[int, ...], list[_Question]] = {}
-    for question in dict.fromkeys(questions):
-        by_prompt.setdefault(question.prompt, []).append(question)
-    rooms: dict[tuple[int, ...], int] = {}  # of a cache, behind its prompt
-    num_steps = 0
-    for prompt, of_prompt in by_prompt.items():
-        lengths = [len(question.rows) for question in of_prompt]
-        rooms[prompt] = max(lengths) + max_new_tokens
-        num_steps += 1 + sum(lengths) + len(lengths) * max_new_tokens  # 1: the prompt's pass
-    begin(num_steps)
+    questions = [_encoded(context, of_context, text, reader) for text in texts]
+    longest = max(len(prompt) + len(rows) for prompt, rows in questions)
+    new = new_tokens_of(config, loaded, longest, "context and question")
+    by_prompt: dict[Ids, list[Ids]] = {}
+    for prompt, rows in dict.fromkeys(questions):
+        by_prompt.setdefault(prompt, []).append(rows)
+    rooms = {prompt: max(map(len, rows)) + new for prompt, rows in by_prompt.items()}
+    begin(len(by_prompt) + sum(len(rows) + new for rows in chain(*by_prompt.values())))
 
     def decode_rows() -> list[TokenCounts]:
         counts = []
         for prompt, of_prompt in by_prompt.items():
-            final = len(prompt) + rooms[prompt]
-            for question in of_prompt:
-                for cached in range(len(prompt), len(question.ids) + max_new_tokens - 1):
-                    counts.append(TokenCounts(cached, len(prompt), final))
+            start, final = len(prompt), len(prompt) + rooms[prompt]
+            for rows in of_prompt:
+                for cached in range(start, start + len(rows) + new - 1):
+                    counts.append(TokenCounts(cached, start, final))
         return counts
 
-    answers: dict[_Question, Answer] = {}
-    context_s = 0.0
-
-    def answer(session: LiveSession, question: _Question) -> None:
+    def answer(session: LiveSession, prompt: Ids, rows: Ids) -> Answer:
         """Decode a question's rows, and write the answer behind them."""
-        draft = new_draft(config, loaded, question.ids, max_new_tokens)
-        session.begin_turn(len(question.rows))
-        for token in question.rows:
+        session.begin_turn(len(rows))
+        for token in rows:
             logits = session.decode_step(torch.tensor([token], device=session.attached.device))
             on_step()
-        text = write_text(session, logits, draft, question.ids, reader, lambda _: on_step())
+        text, num_tokens = write_text(
+            session, logits, config, loaded, prompt + rows, new, lambda _: on_step()
+        )
         stats = stats_of(session)
-        answers[question] = Answer(
+        return Answer(
             answer=text,
-            num_tokens=len(draft.tokens),
+            num_tokens=num_tokens,
             budget=session.reads.budget if session.steps else None,
             ttft_s=stats.ttft_s,
             decode_s=stats.decode_s,
             kv_bytes=(stats.device_kv_bytes or 0) + (stats.host_kv_bytes or 0),
         )
 
+    answers: dict[tuple[Ids, Ids], Answer] = {}
+    context_s = 0.0
     with live(config, loaded, decode_rows) as (open_session, _):
         for prompt, of_prompt in by_prompt.items():
             with closing(open_session(rooms[prompt])) as session:
@@ -163,7 +138,7 @@ def ask_all(
                 session.prefill(ids, torch.ones_like(ids, dtype=torch.bool))
                 on_step()
                 context_s += session.clock.ttft_s
-                for question in of_prompt:
+                for rows in of_prompt:
                     with closing(session.fork()) as fork:
-                        answer(fork, question)
+                        answers[prompt, rows] = answer(fork, prompt, rows)
     return [answers[question] for question in questions], context_s

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,94 +31,70 @@ from harness.decode.memory import GIB, NoRoomError
 from harness.decode.needs import Plan, sizes_of
 from harness.errors import UserError
 from harness.files import available_bytes, available_memory
-from harness.model.attach import attach
 from harness.model.attached import Attached
-from harness.model.load import LoadedModel
-from harness.model.resources import Memo
-from harness.replay.setup import Setup, prepare
+from harness.replay.setup import Setup
 from harness.settings.config import RunConfig
-from harness.settings.kinds import Outcome
-from harness.speed.latency import (
-    Prompts,
-    compute_threads,
-    decode_rows,
-    prompt_ids,
-    require_length,
-    require_shared_prompt,
-    source_of,
-    two_memories,
-)
-from harness.speed.timed_run import SharedPrompt, TimedRun, Timing, run_shared_prompt, time_run
-
-
-def run_capacity(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None = None) -> Outcome:
-    """The largest batch of the run that `config` describes, and its speed. prompts: kept prompts of
-    this model.
-
-    Raises UserError for sequences longer than the model's limit, weights that the device does not
-    hold, and a batch that does not fit into this machine's memory.
-    """
-    shape, platform = config.latency, config.platform
-    require_length(shape, loaded)
-    timings: dict[int, Timing] = {}
-    ran_out_at: list[int] = []
-    with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
-        if attached.decoder.recurrent:
-            raise UserError(
-                f"model={loaded.name}: it has recurrent layers, whose states batch_size=largest "
-                "does not size; choose a model with attention layers alone"
-            )
-        setup = prepare(config, loaded, attached, lambda: decode_rows(shape))
-        capacity = _by_arithmetic(config, setup, attached)
-        with two_memories(config, attached) as (rate, link):
-            prompt_of = _prompts(config, loaded, attached, capacity, prompts)
-
-            def attempt(batch: int) -> Wall | None:
-                """Time a batch. Returns the memory that does not suffice, if any."""
-                of_batch = replace(shape, batch_size=batch)
-                run = TimedRun(
-                    setup.method, of_batch, config.placement, setup.codec, config.gpu_cache
-                )
-                wall: Wall | None = None
-                known = setup.calibration
-                try:
-                    prompt = prompt_of(batch)
-                    timings[batch] = time_run(attached, prompt, run, link=link, calibration=known)
-                except torch.OutOfMemoryError:
-                    wall = "device memory"
-                except NoRoomError as error:
-                    if platform.name != "cuda":  # where arithmetic is exact
-                        raise
-                    wall = "host memory" if error.is_host else "device memory"
-                if wall is not None:
-                    ran_out_at.append(batch)
-                    gc.collect()  # after the handler: the error's frames held the batch's tensors
-                torch.cuda.empty_cache()
-                return wall
-
-            capacity = largest_that_runs(capacity, config.capacity.curve, attempt)
-    samples: dict[str, Any] = {"copy_bytes_per_s": rate.copy_bytes_per_s}
-    if platform.name == "cuda":
-        samples["ran_out_at"] = ran_out_at
-    samples["num_compute_threads"] = num_threads
-    speeds: dict[int, dict[str, Any]] = {}
-    for batch, (metrics, raw) in sorted(timings.items()):
-        speeds[batch] = {name: metrics[name] for name in TIMED}
-        peak = {"peak_device_bytes": metrics["peak_device_bytes"]}
-        samples[f"batch_{batch}"] = raw | peak
-    marks = {"platform": platform.name, "source": source_of(config)}
-    rows = points(capacity, speeds, marks)
-    metrics = {"source": marks["source"], "points": rows}
-    return Outcome(metrics, samples, {"capacity": asdict(setup.method)})
-
+from harness.speed.timed_run import SharedPrompt, Timing
 
 TIMED = ("tpot_p50_s", "sequence_tokens_per_s", "decode_tokens_per_s", "num_timed_steps", "budget")
 """Columns of a batch that are timed, as in `experiment=latency`."""
-
-
 STEP_BYTES = GIB // 4
 """The memory of a GPU is counted in such steps: a few MiB more or less are free from run to run,
 and runs on one card are compared."""
+
+
+def time_largest(
+    config: RunConfig,
+    attached: Attached,
+    setup: Setup,
+    marks: dict[str, Any],
+    prompt_of: Callable[[int, int], SharedPrompt | Tensor],
+    timed: Callable[[int, SharedPrompt | Tensor], Timing],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metrics and samples of the largest batch of the run that `config` describes.
+
+    marks: columns of every row. prompt_of: takes a batch's size and the number of its dense passes;
+    timed: times a batch. Raises UserError for weights that the device does not hold, and a batch
+    that does not fit into this machine's memory.
+    """
+    is_gpu, repeats = config.platform.name == "cuda", config.latency.repeats
+    if attached.decoder.recurrent:
+        raise UserError(
+            f"model={config.model.name}: it has recurrent layers, whose states batch_size=largest "
+            "does not size; choose a model with attention layers alone"
+        )
+    capacity = _by_arithmetic(config, setup, attached)
+    prompt = prompt_of(max(1, capacity.largest) if is_gpu else 1, 1)
+    timings: dict[int, Timing] = {}
+    ran_out_at: list[int] = []
+
+    def attempt(batch: int) -> Wall | None:
+        """Time a batch. Returns the memory that does not suffice, if any."""
+        wall: Wall | None = None
+        try:
+            if isinstance(prompt, Tensor):
+                timings[batch] = timed(batch, prompt[:batch])
+            else:
+                timings[batch] = timed(batch, _repeated(prompt, batch, repeats))
+        except torch.OutOfMemoryError:
+            wall = "device memory"
+        except NoRoomError as error:
+            if not is_gpu:  # where arithmetic is exact
+                raise
+            wall = "host memory" if error.is_host else "device memory"
+        if wall is not None:
+            ran_out_at.append(batch)
+            gc.collect()  # after the handler: the error's frames held the batch's tensors
+        torch.cuda.empty_cache()
+        return wall
+
+    capacity = largest_that_runs(capacity, config.capacity.curve, attempt)
+    samples: dict[str, Any] = {"ran_out_at": ran_out_at} if is_gpu else {}
+    speeds: dict[int, dict[str, Any]] = {}
+    for batch, (metrics, raw) in sorted(timings.items()):
+        speeds[batch] = {name: metrics[name] for name in TIMED}
+        samples[f"batch_{batch}"] = raw | {"peak_device_bytes": metrics["peak_device_bytes"]}
+    return {"source": marks["source"], "points": points(capacity, speeds, marks)}, samples
 
 
 def _by_arithmetic(config: RunConfig, setup: Setup, attached: Attached) -> Capacity:
@@ -157,31 +133,6 @@ def _by_arithmetic(config: RunConfig, setup: Setup, attached: Attached) -> Capac
         config.capacity.max_batch,
         in_one_pass=is_gpu,
     )
-
-
-def _prompts(
-    config: RunConfig,
-    loaded: LoadedModel,
-    attached: Attached,
-    capacity: Capacity,
-    prompts: Prompts | None,
-) -> Callable[[int], SharedPrompt | Tensor]:
-    """The prompts of a batch: on a GPU the first of the largest batch's, else one that ran densely
-    before, so many times. prompts: kept prompts of this model."""
-    shape = config.latency
-    if config.platform.name == "cuda":
-        largest = replace(shape, batch_size=max(1, capacity.largest))
-        ids = prompt_ids(replace(config, latency=largest), loaded)
-        return lambda batch: ids[:batch].to(attached.device)
-
-    def run_densely() -> SharedPrompt:
-        require_shared_prompt(attached, 1, shape.prompt_len, shape.gen_len)
-        one = replace(config, latency=replace(shape, batch_size=1))
-        return run_shared_prompt(attached, prompt_ids(one, loaded))
-
-    key = attached.decoder.digest, 1, shape.prompt_len, config.seed, config.calibration
-    kept = Memo() if prompts is None else prompts
-    return lambda batch: _repeated(kept.get(key, run_densely), batch, shape.repeats)
 
 
 def largest_that_runs(

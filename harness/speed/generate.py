@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,14 @@ from harness.data.text import prompt_ids
 from harness.decode.session import LiveSession, generate
 from harness.decode.weights import StreamedWeights, streamed_weights
 from harness.errors import UserError
-from harness.model.attach import attach
 from harness.model.generation import ENDLESS, GenerationRule, Settings
 from harness.model.load import LoadedModel
 from harness.model.sampling import Draft
-from harness.replay.setup import prepare
 from harness.results.metrics import MISSING
 from harness.results.step_stats import StepStats, stats_of
 from harness.settings.config import RunConfig
 from harness.settings.task_config import NEW_TOKENS
-from harness.speed.latency import compute_threads, source_of, two_memories
+from harness.speed.memories import opened, source_of
 from methods.base import TokenCounts
 
 MIB = 2**20
@@ -125,7 +124,6 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
     ids = prompt_ids(config.prompt, loaded.reader)
     max_new_tokens = new_tokens_of(config, loaded, len(ids))
     total = len(ids) + max_new_tokens
-    require_length("prompt", len(ids), max_new_tokens, loaded)
 
     def decode_rows() -> list[TokenCounts]:
         return [TokenCounts(cached, len(ids), total) for cached in range(len(ids), total - 1)]
@@ -135,22 +133,23 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
         prompt = config.prompt if loaded.random_ids is None else loaded.random_ids.decode(ids)
         with closing(open_session(max_new_tokens)) as session:
             write(prompt)
-            draft = new_draft(config, loaded, ids, max_new_tokens)
             given = torch.tensor([ids], device=session.attached.device)
             logits = session.prefill(given, torch.ones_like(given, dtype=torch.bool))
             of_prompt = 0 if weights is None else weights.num_bytes
-            text = write_text(session, logits, draft, ids, loaded.reader, write)
+            text, num_tokens = write_text(
+                session, logits, config, loaded, ids, max_new_tokens, write
+            )
             return Generated(
                 **vars(stats_of(session)),
                 prompt=prompt,
                 text=text,
                 num_prompt_tokens=len(ids),
-                num_tokens=len(draft.tokens),
+                num_tokens=num_tokens,
                 weight_bytes=0 if weights is None else weights.num_bytes - of_prompt,
-                rows=session.rows_loaded,
+                rows=int(session.traffic.loaded.num_rows),
                 steps=session.steps,
-                h2d_bytes=session.h2d_bytes,
-                d2h_bytes=session.d2h_bytes,
+                h2d_bytes=int(session.traffic.loaded.num_bytes),
+                d2h_bytes=int(session.traffic.written.num_bytes),
                 budget=session.reads.budget if session.steps else None,
                 source=source_of(config),
                 counted=session.placement != "managed",
@@ -161,92 +160,68 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
 def live(
     config: RunConfig, loaded: LoadedModel, decode_rows: Callable[[], list[TokenCounts]]
 ) -> Iterator[tuple[Callable[[int], LiveSession], StreamedWeights | None]]:
-    """The run's method on its model and in its memories: what opens a session for so many new
-    tokens, and the weights that are streamed. decode_rows: those on which a budget is met."""
-    platform = config.platform
-    with attach(loaded.model) as attached, compute_threads(attached.device):
-        setup = prepare(config, loaded, attached, decode_rows)
-        with two_memories(config, attached) as (_, link):
-
-            def open_session(max_new_tokens: int) -> LiveSession:
-                return setup.live(
-                    attached,
-                    max_new_tokens,
-                    placement=config.placement,
-                    link=link,
-                    pinned=platform.pinned,
-                )
-
-            streamed = streamed_weights(
-                attached, link, platform.weights_on_device, pinned=platform.pinned
-            )
-            with streamed as weights:
-                yield open_session, weights
-
-
-def new_tokens_of(config: RunConfig, loaded: LoadedModel, num_prompt: int) -> int:
-    """Tokens of the text at most: as the setting says, else as the model's generation config does,
-    within the model's limit."""
-    if config.max_new_tokens is not None:
-        return config.max_new_tokens
-    of_model = Settings(loaded.model, {}).num_new_tokens(num_prompt)
-    return min(of_model or NEW_TOKENS, loaded.max_length - num_prompt)
-
-
-def require_length(what: str, num_tokens: int, max_new_tokens: int, loaded: LoadedModel) -> None:
-    """Raise UserError where there are no tokens or no new ones, or more than the model takes. what:
-    the text of `num_tokens`, in words."""
-    total = num_tokens + max_new_tokens
-    if num_tokens < 1 or max_new_tokens < 1 or total > loaded.max_length:
-        raise UserError(
-            f"{what} of {num_tokens} tokens and max_new_tokens={max_new_tokens}: must be "
-            f"at least 1 and together at most {loaded.max_length}, the limit of {loaded.name}"
+    """What opens a session of the run for so many new tokens, and the weights that are streamed.
+    decode_rows: those on which a budget is met."""
+    pinned, share = config.platform.pinned, config.platform.weights_on_device
+    with opened(config, loaded, decode_rows) as (attached, setup, _, link):
+        open_session = partial(
+            setup.live, attached, placement=config.placement, link=link, pinned=pinned
         )
+        with streamed_weights(attached, link, share, pinned=pinned) as weights:
+            yield open_session, weights
 
 
-def new_draft(
-    config: RunConfig, loaded: LoadedModel, ids: Sequence[int], max_new_tokens: int
-) -> Draft:
-    """A text to come after `ids`: as `config.sampling` says, and else as the model's generation
-    config does."""
-    settings = config.sampling.rule().settings
-    if loaded.random_ids is not None:  # no token ends a text
-        settings |= dict(ENDLESS)
-    rule = GenerationRule(
-        loaded.model,
-        ids,
-        tokenizer=loaded.tokenizer,
-        max_new_tokens=max_new_tokens,
-        **settings,
-    )
-    return Draft(ids, rule, f"{config.seed}/0/0")
+def new_tokens_of(
+    config: RunConfig, loaded: LoadedModel, num_prompt: int, what: str = "prompt"
+) -> int:
+    """Tokens of the text at most: as the setting says, else as the model's generation config does,
+    within the model's limit. Raises UserError where there are no tokens or no new ones, or more
+    than the model takes. what: the text of `num_prompt` tokens, in words."""
+    count = config.max_new_tokens
+    if count is None:
+        of_model = Settings(loaded.model, {}).num_new_tokens(num_prompt)
+        count = min(of_model or NEW_TOKENS, loaded.max_length - num_prompt)
+    if num_prompt < 1 or count < 1 or num_prompt + count > loaded.max_length:
+        raise UserError(
+            f"{what} of {num_prompt} tokens and max_new_tokens={count}: must be at least 1 and "
+            f"together at most {loaded.max_length}, the limit of {loaded.name}"
+        )
+    return count
 
 
 def write_text(
     session: LiveSession,
     logits: Tensor,
-    text: Draft,
-    before: Sequence[int],
-    tokenizer: Any,
+    config: RunConfig,
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    max_new_tokens: int,
     write: Callable[[str], Any],
-) -> str:
-    """Decode a text to its end, and write it as it grows. Returns all of it.
+) -> tuple[str, int]:
+    """Decode a text to its end, as `config.sampling` says, and else as the model's generation
+    config does. Returns all of it, and its tokens.
 
-    logits: [1, vocab], for its first token. before: the tokens in front of it; the last one counts.
+    logits: [1, vocab], for its first token, after `ids`. write: takes each piece as it grows.
     """
-    last = list(before[-1:])
+    tokenizer, settings = loaded.reader, config.sampling.rule().settings
+    if loaded.random_ids is not None:  # no token ends a text
+        settings |= dict(ENDLESS)
+    settings |= {"tokenizer": loaded.tokenizer, "max_new_tokens": max_new_tokens}
+    rule = GenerationRule(loaded.model, ids, **settings)
+    draft = Draft(ids, rule, f"{config.seed}/0/0")
+    last = list(ids[-1:])
     spelled_before = str(tokenizer.decode(last))
     shown = ""
-    for _ in generate(session, logits, [text]):
-        newest = text.tokens[-1]
-        is_end = newest in text.rule.ends
+    for _ in generate(session, logits, [draft]):
+        newest = draft.tokens[-1]
+        is_end = newest in rule.ends
         if is_end and not tokenizer.decode([newest], skip_special_tokens=True):
-            text.tokens.pop()  # a special token is no part of the text; a full stop is
+            draft.tokens.pop()  # a special token is no part of the text; a full stop is
             break
         # Decoded behind the prompt's last token, as some tokenizers drop the space at the beginning
         # of a text; and without a character whose bytes are not all there yet.
-        so_far = str(tokenizer.decode([*last, *text.tokens])).removeprefix(spelled_before)
+        so_far = str(tokenizer.decode([*last, *draft.tokens])).removeprefix(spelled_before)
         so_far = so_far.rstrip("\ufffd")
         write(so_far.removeprefix(shown))
         shown = so_far
-    return shown
+    return shown, len(draft.tokens)

@@ -9,162 +9,71 @@ prefills for itself, as does a run that streams weights.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from harness.data.text import named_text, start_ids, token_ids
-from harness.decode.disk import Disk
-from harness.decode.links import DiskLink, Link, open_link
-from harness.decode.memory import emulated_device, require_memory, smaller_card
+from harness.decode.memory import require_memory
 from harness.errors import UserError
-from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.load import LoadedModel
 from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.model.resources import Memo
-from harness.replay.setup import prepare
-from harness.results.environment import num_cores
 from harness.settings.config import LatencyConfig, RunConfig
 from harness.settings.kinds import Outcome
-from harness.speed.link_rate import LinkRate, disk_rate, link_rate
-from harness.speed.timed_run import SharedPrompt, TimedRun, run_shared_prompt, time_run
+from harness.speed.capacity import time_largest
+from harness.speed.memories import opened, source_of
+from harness.speed.timed_run import (
+    SharedPrompt,
+    TimedRun,
+    Timing,
+    run_shared_prompt,
+    time_run,
+)
 from methods.base import TokenCounts
-
-
-def source_of(config: RunConfig) -> str:
-    """What the times of a run are. On a CPU the link is emulated, unless it leads to a disk, or
-    nothing waits for it."""
-    is_real = config.platform.name == "cuda" or config.placement == "disk"
-    return "measured" if is_real or not waits_for_link(config) else "emulated"
-
-
-def waits_for_link(config: RunConfig) -> bool:
-    """Whether the rows of a run on a CPU take as long as over the emulated link: where the run is
-    there for its times, or its user sets the link's rate. Elsewhere they move at memory's speed."""
-    return config.kind == "latency" or config.platform.link_gbps is not None
-
 
 Prompts = Memo[SharedPrompt]
 """The dense pass of a shape's prompt, for the runs that follow."""
 
 
 def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None = None) -> Outcome:
-    """Time the run that `config` describes. prompts: kept prompts of this model; the run's own is
-    added.
+    """Time the run that `config` describes, with `batch_size=largest` for each batch of
+    `harness.speed.capacity`. prompts: kept prompts of this model; the run's own is added.
 
     Raises UserError for a sequence longer than the model's limit, or a batch that does not fit into
     memory.
     """
     shape, platform = config.latency, config.platform
-    require_length(shape, loaded)
-    with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
-        setup = prepare(config, loaded, attached, lambda: decode_rows(shape))
-        run = TimedRun(
-            setup.method,
-            shape,
-            config.placement,
-            setup.codec,
-            config.gpu_cache,
-            platform.pinned,
-            platform.weights_on_device,
-        )
-
-        def run_densely() -> SharedPrompt:
-            require_shared_prompt(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
-            return run_shared_prompt(attached, prompt_ids(config, loaded), shape.repeats)
-
-        with two_memories(config, attached) as (rate, link):
-            prompt: SharedPrompt | Tensor
-            if attached.device.type == "cuda" or run.weights_on_device < 1:
-                prompt = prompt_ids(config, loaded).to(attached.device)
-            else:
-                key = (
-                    attached.decoder.digest,
-                    shape.batch_size,
-                    shape.prompt_len,
-                    shape.repeats,
-                    config.seed,
-                    config.calibration,
-                )
-                prompt = (Memo() if prompts is None else prompts).get(key, run_densely)
-            metrics, raw = time_run(attached, prompt, run, link=link, calibration=setup.calibration)
-    marks = {"platform": platform.name, "source": source_of(config)}
-    samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
-    link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s}
-    return Outcome(marks | metrics | link_facts, samples | raw, {"latency": asdict(setup.method)})
-
-
-@contextmanager
-def two_memories(
-    config: RunConfig, attached: Attached
-) -> Iterator[tuple[LinkRate, dict[torch.device, Link] | None]]:
-    """Device memory of the size that `platform.device_gib` gives, and a link from each device to
-    host memory or the disk.
-
-    Yields the rate of the links, and the link of each device; None where the cache lies on the
-    device. They close at the end.
-    """
-    platform = config.platform
-    if config.placement == "disk":
-        folder = Path(platform.disk_dir or config.results_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        disk = Disk(folder)
-        disk_link = DiskLink(disk, overlap=platform.overlap)
-        with disk_link, _device_memory(config, attached):
-            yield disk_rate(disk), {attached.device: disk_link}
-        return
-    if attached.device.type == "cpu" and not waits_for_link(config):
-        rate = LinkRate(math.inf, None)
-    else:
-        rate = link_rate(config.results_dir, attached.device, platform.link_gbps)
-    bytes_per_s = rate.bytes_per_s if attached.device.type == "cpu" else None
-    devices = attached.devices if config.placement == "host" else []
-    links = {}
-    with _device_memory(config, attached), ExitStack() as stack:
-        for device in devices:
-            link = open_link(
-                device, bytes_per_s=bytes_per_s, overlap=platform.overlap, tuning=rate.tuning
-            )
-            links[device] = stack.enter_context(link)
-        yield rate, links or None
-
-
-def _device_memory(config: RunConfig, attached: Attached) -> AbstractContextManager[None]:
-    """A device of `platform.device_gib`: a smaller card, or, on a CPU, an emulated device."""
-    gib = config.platform.device_gib
-    if gib is None or config.platform.name == "cuda":
-        return smaller_card(attached.device, gib)
-    return emulated_device(gib, sum(weight.nbytes for weight in attached.model.parameters()))
-
-
-@contextmanager
-def compute_threads(device: torch.device) -> Iterator[int]:
-    """On the CPU, compute on all cores but one, which the link has; yields the number of threads.
-
-    Every label has the same number, ideal included.
-    """
-    before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, num_cores() - 1))
-    try:
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
-
-
-def require_length(shape: LatencyConfig, loaded: LoadedModel) -> None:
-    """Raise UserError for sequences longer than the model's limit."""
     if shape.prompt_len + shape.gen_len > loaded.max_length:
         raise UserError(
             f"prompt_len={shape.prompt_len} and gen_len={shape.gen_len}: {loaded.name} takes "
             f"at most {loaded.max_length} tokens"
         )
+    with opened(config, loaded, lambda: decode_rows(shape)) as (attached, setup, rate, link):
+
+        def timed(batch_size: int, prompt: SharedPrompt | Tensor) -> Timing:
+            run = TimedRun(
+                setup,
+                replace(shape, batch_size=batch_size),
+                config.placement,
+                platform.pinned,
+                platform.weights_on_device,
+            )
+            return time_run(attached, prompt, run, link=link)
+
+        prompt_of = partial(_prompt, config, loaded, attached, prompts or Memo())
+        marks = {"platform": platform.name, "source": source_of(config)}
+        if shape.largest:
+            metrics, raw = time_largest(config, attached, setup, marks, prompt_of, timed)
+        else:
+            metrics, raw = timed(shape.batch_size, prompt_of(shape.batch_size, shape.repeats))
+            metrics = marks | metrics | {"link_ceiling_bytes_per_s": rate.bytes_per_s}
+        num_threads = torch.get_num_threads()
+    samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
+    return Outcome(metrics, samples | raw, {"latency": asdict(setup.method)})
 
 
 def decode_rows(shape: LatencyConfig) -> list[TokenCounts]:
@@ -174,16 +83,40 @@ def decode_rows(shape: LatencyConfig) -> list[TokenCounts]:
     return [TokenCounts(cached, shape.prompt_len, total) for cached in rows]
 
 
-def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
+def prompt_ids(config: RunConfig, loaded: LoadedModel, batch_size: int) -> Tensor:
     """Prompts int64 [batch, prompt]: each the tokenizer's start, then offline text after the tokens
     that calibrate, repeated where it ends."""
-    batch, length = config.latency.batch_size, config.latency.prompt_len
+    length = config.latency.prompt_len
     start = torch.tensor(start_ids(loaded.reader), dtype=torch.long)[:length]
     text = token_ids(named_text(config.calibration.name), loaded.reader)
     of_text, first = length - len(start), config.calibration.num_tokens
-    ids = [text[place % len(text)] for place in range(first, first + batch * of_text)]
-    of_prompts = torch.tensor(ids, dtype=torch.long).view(batch, of_text)
-    return torch.cat([start.expand(batch, -1), of_prompts], 1)
+    ids = [text[place % len(text)] for place in range(first, first + batch_size * of_text)]
+    of_prompts = torch.tensor(ids, dtype=torch.long).view(batch_size, of_text)
+    return torch.cat([start.expand(batch_size, -1), of_prompts], 1)
+
+
+def _prompt(
+    config: RunConfig,
+    loaded: LoadedModel,
+    attached: Attached,
+    kept: Prompts,
+    batch_size: int,
+    repeats: int,
+) -> SharedPrompt | Tensor:
+    """The prompts of a batch: ids where each session runs them itself, else after their dense
+    pass."""
+    shape = config.latency
+    if config.platform.name == "cuda" or config.platform.weights_on_device < 1:
+        return prompt_ids(config, loaded, batch_size).to(attached.device)
+
+    def run_densely() -> SharedPrompt:
+        require_shared_prompt(attached, batch_size, shape.prompt_len, shape.gen_len)
+        return run_shared_prompt(attached, prompt_ids(config, loaded, batch_size), repeats)
+
+    lengths = batch_size, shape.prompt_len, repeats
+    return kept.get(
+        (attached.decoder.digest, lengths, config.seed, config.calibration), run_densely
+    )
 
 
 def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int) -> None:

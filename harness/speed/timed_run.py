@@ -37,7 +37,7 @@ pinned_bytes: page-locked host memory of the cache. peak_device_bytes: while dec
 
     with attach(model) as attached, open_link(attached.device) as link:
         prompt = run_shared_prompt(attached, ids, shape.repeats)
-        metrics, samples = time_run(attached, prompt, run, link=link, calibration=calibration)
+        metrics, samples = time_run(attached, prompt, run, link=link)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,24 +64,16 @@ from harness.model.passes import launching_on
 from harness.model.prompts import run_prompt
 from harness.replay.session import Setup
 from harness.results.step_stats import deviation, ratio, times_of
-from harness.settings.config import BEHIND_LINK, LatencyConfig, Placement
-from methods.base import Calibration, Method
-from methods.codecs.split import CacheCodec
+from harness.settings.config import LatencyConfig, Placement
 
 
-@dataclass(frozen=True)
-class TimedRun:
-    """The settings of a timed run. The fields are those of `LiveSession`; `shape` says how long and
-    how often.
+class TimedRun(NamedTuple):
+    """How a run is timed. shape: how long and how often. placement, pinned: as of `LiveSession`.
+    weights_on_device: as `on_device` of `streamed_weights`."""
 
-    weights_on_device: as `on_device` of `streamed_weights`.
-    """
-
-    method: Method
+    setup: Setup
     shape: LatencyConfig
     placement: Placement = "host"
-    codec: CacheCodec | None = None
-    gpu_cache: float = 0
     pinned: bool = True
     weights_on_device: float = 1.0
 
@@ -103,14 +95,13 @@ class Timing(NamedTuple):
     samples: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Repeat:
+class _Repeat(NamedTuple):
     """One repeat: a session from its prompt to its last timed step.
 
     decoding_s: of all num_steps steps, warm-up included. counts: by name, what the timed steps
     moved and read; None for what has no meaning. timed_busy_s, timed_span_s: of the timed steps,
     summed over the links, seconds in which they were busy, and all. kept: the cache's bytes, and
-    tokens evicted, by column. The others as in the module.
+    tokens evicted, by column.
     """
 
     begin_s: float
@@ -149,7 +140,6 @@ def time_run(
     run: TimedRun,
     *,
     link: Links | None = None,
-    calibration: Calibration | None = None,
 ) -> Timing:
     """Time a run from its prompt on, `repeats` times.
 
@@ -158,29 +148,23 @@ def time_run(
     under host placement. Raises UserError where the cache does not fit into memory, ValueError for
     combinations without meaning.
     """
-    shape = run.shape
+    shape, pinned = run.shape, run.pinned
     timeline = Timeline(attached.device)
     slabs: dict[torch.device, PinnedSlab] = {}
-
-    setup = Setup(run.method, run.codec, calibration, run.gpu_cache)
-
-    def open_session() -> LiveSession:
-        return setup.live(
-            attached,
-            shape.gen_len,
-            placement=run.placement,
-            link=link if run.placement in BEHIND_LINK else None,
-            pinned=run.pinned,
-            slabs=slabs,
-            timeline=timeline,
-        )
-
-    streamed = streamed_weights(
-        attached, link, run.weights_on_device, timeline=timeline, pinned=run.pinned
+    open_session = partial(
+        run.setup.live,
+        attached,
+        shape.gen_len,
+        placement=run.placement,
+        link=link,
+        pinned=pinned,
+        slabs=slabs,
+        timeline=timeline,
     )
+    share = run.weights_on_device
     repeats: list[_Repeat] = []
     left_s = shape.time_limit_s or math.inf
-    with streamed as weights:
+    with streamed_weights(attached, link, share, timeline=timeline, pinned=pinned) as weights:
         try:
             if isinstance(prompt, Tensor):
                 with closing(open_session()) as session:
@@ -194,7 +178,7 @@ def time_run(
                 with launching_on(device):
                     slab.close()
     dense_s = [0.0] * len(repeats)
-    if isinstance(prompt, SharedPrompt) and not run.method.needs_inputs:  # else it runs anew
+    if isinstance(prompt, SharedPrompt) and not run.setup.method.needs_inputs:  # else it runs anew
         dense_s = list(prompt.dense_s[: len(repeats)])
     return _timing(run, repeats, dense_s, weights, attached.geometry.num_layers)
 
@@ -299,7 +283,6 @@ def _timing(
     times = times_of(
         statistics.fmean(ttft_s), timed, batch_size=shape.batch_size, num_steps=num_steps
     )
-    assert times.ttft_s is not None and times.decode_s is not None, "a repeat times a step"
     rows_read, rows_found = counts.pop("rows_read"), counts.pop("rows_found")
     waited_s = sum(step["transfer"] for step in segments) if timed_busy_s else 0.0
     metrics: dict[str, Any] = {
@@ -307,8 +290,8 @@ def _timing(
         "prompt_len": shape.prompt_len,
         "gen_len": shape.gen_len,
         "num_timed_steps": len(timed),
-        **vars(times),
-        "total_s": times.ttft_s + times.decode_s,
+        **times,
+        "total_s": times["ttft_s"] + times["decode_s"],
         "ttft_spread_s": deviation(ttft_s),
         "tpot_spread_s": deviation(medians),
     }
@@ -332,7 +315,7 @@ def _timing(
     for name in SEGMENTS:
         of_step = statistics.median(step[name] for step in segments)
         metrics[f"{name}_s"] = of_step / num_layers
-    if not run.method.names_rows:
+    if not run.setup.method.names_rows:
         metrics["prediction_s"] = None
     if not crosses:
         metrics["transfer_s"] = None
@@ -355,10 +338,10 @@ def _counts(session: LiveSession, weights: StreamedWeights | None, run: TimedRun
     and for rows without a link."""
     crosses, has_link = run.placement != "managed", bool(session.links)
     return {
-        "h2d_bytes": session.loaded_bytes if crosses else None,
-        "d2h_bytes": session.written_bytes if crosses else None,
-        "late_bytes": session.late_bytes if crosses else None,
-        "disk_read_bytes": session.disk_read_bytes if run.placement == "disk" else None,
+        "h2d_bytes": session.traffic.loaded.num_bytes if crosses else None,
+        "d2h_bytes": session.traffic.written.num_bytes if crosses else None,
+        "late_bytes": session.traffic.late.num_bytes if crosses else None,
+        "disk_read_bytes": session.traffic.block_bytes if run.placement == "disk" else None,
         "weight_bytes": weights.num_bytes if weights else None,
         "device_read_bytes": session.reads.num_bytes,
         "rows_read": session.rows_read if has_link else None,

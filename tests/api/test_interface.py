@@ -14,7 +14,7 @@ import torch
 
 import harness
 from harness.errors import UserError
-from harness.model import dense_prompts
+from harness.model import prompts
 from harness.model.attach import digest_of
 from harness.model.dense_prompts import DensePrompts
 from harness.results.record import read_all
@@ -45,7 +45,7 @@ def test_generate_gives_the_models_own_text_and_its_bytes(model, network):
 
 def test_methods_of_one_call_share_their_dense_prompts(model, network, tmp_path, monkeypatch):
     """Also of a model in memory: each window's prompt runs once, and every number is that of methods that run alone."""
-    kept, asked = calls_of(monkeypatch, dense_prompts, "_run_into_file"), calls_of(monkeypatch, DensePrompts, "get")
+    kept, asked = calls_of(monkeypatch, prompts, "held_prompt"), calls_of(monkeypatch, DensePrompts, "get")
     methods = ["full", "h2o", "streaming"]
     words = {"budget": "nearest:0.6", "quiet": True}
     together = model.perplexity(methods=methods, **words)

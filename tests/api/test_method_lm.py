@@ -18,7 +18,7 @@ from harness.model.tiny import tiny_model
 from harness.results import inputs
 from harness.results.record import read_all
 from harness.run.compose import load
-from harness.scoring.evaluation import ReplayEngine
+from harness.scoring.lm import ReplayLM
 from tests.conftest import refused
 from tests.tokens import byte_tokenizer
 
@@ -113,8 +113,8 @@ def test_a_cache_of_answers_serves_the_run_alone_that_wrote_it(model, folder, tm
     """lm-eval's key is a request's texts: one method's answers came back as another's."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     asked: list[int] = []
-    score = ReplayEngine.score
-    monkeypatch.setattr(ReplayEngine, "score", lambda self, each: (asked.append(len(each)), score(self, each))[1])
+    score = ReplayLM.score
+    monkeypatch.setattr(ReplayLM, "score", lambda self, each: (asked.append(len(each)), score(self, each))[1])
 
     def answers(cache: Path | None, **settings: Any) -> tuple[list[float], int]:
         asked.clear()

@@ -39,7 +39,7 @@ def test_a_year_has_thirty_problems_under_lm_evals_prompt(task, monkeypatch):
 
 
 def test_an_answer_has_a_token():
-    with pytest.raises(UserError, match=r"^metadata\.max_gen_toks=0: must be a whole number above 0"):
+    with pytest.raises(UserError, match=r"^metadata\.max_gen_toks=0: must be at least 1"):
         load(["experiment=tasks", "tasks=[aime24]", "metadata.max_gen_toks=0"])
 
 

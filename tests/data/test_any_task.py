@@ -16,7 +16,6 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
 from harness.data import task_plan
-from harness.data import tasks as lm_tasks
 from harness.data.task_plan import plan
 from harness.data.tasks import load_suite
 from harness.errors import UserError
@@ -87,21 +86,6 @@ def stock(config: RunConfig, loaded: LoadedModel, **options) -> dict[str, Any]:
 # Names
 
 
-def test_the_index_is_made_once(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(task_plan, "location", lambda: folder)
-    found = task_plan.packaged()
-    assert set(found) == {"toy_colours", "toy_shapes", "toy_sums", "toy", "toy_tag"}
-    assert (found["toy"].kind.name, found["toy_tag"].tags) == ("GROUP", {"toy_colours", "toy_shapes"})
-    (note,) = (tmp_path / "cache" / "tasks").iterdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(task_plan, "_index", refuse)
-        assert task_plan.packaged() == found
-    monkeypatch.setattr(task_plan, "version", lambda: "0.0.0")
-    assert task_plan.packaged() == found
-    assert len(list(note.parent.iterdir())) == 2, "another version has an index of its own"
-
-
 OFFLINE = "data=offline has kv_recall, .*, aime26 alone; needs data=hub"
 
 
@@ -123,26 +107,11 @@ def test_a_name_is_refused_in_one_line(name, data, message, folder):
         Run.of(load(["experiment=tasks", f"tasks=[{name}]", f"include_path={folder}", f"data={data}"]))
 
 
-def test_a_file_that_is_broken_does_not_cost_the_folder(folder, root, loaded):
-    """A byte that is no text, an open bracket, and Python that is not there, beside three tasks."""
-    (folder / "bytes.yaml").write_bytes(b"task: caf\xe9")
-    (folder / "open.yaml").write_text("task: [")
-    (folder / "include.yaml").write_text("include: nowhere.yaml\ntask: toy_none")
-    config = settings("toy_colours", folder=folder, root=root, num_samples=2)
-    assert run_tasks(config, loaded).metrics["toy_colours"]["num_samples"] == 2
-
-
 def test_a_file_in_place_of_a_name_is_refused_with_both_settings(folder):
     with pytest.raises(UserError) as error:
         Run.of(load(["experiment=tasks", f"tasks={folder}/toy.yaml"]))
     said = f"tasks={folder}/toy.yaml: is a file; tasks go by the name in it: "
     assert str(error.value) == f"{said}include_path={folder} tasks=[NAME]"
-
-
-def test_a_group_that_cannot_be_resolved(folder):
-    write_yaml(folder, GROUP | {"group": "circle", "task": ["circle"]})
-    with pytest.raises(UserError, match="^tasks=circle: its YAML cannot be read .RecursionError"):
-        plan(settings("circle", folder=folder, data=DataConfig("hub")))
 
 
 # Rows
@@ -163,7 +132,6 @@ def test_rows_lie_where_the_hub_has_them(place, root, monkeypatch):
         rows = [row | {"question": f"{number} + 1?"} for number in range(count)]
         write_rows(root / place.format(part="abstract_algebra", split=split), rows)
     task = load_suite(settings("mmlu_abstract_algebra", root=root, num_fewshot=2), None).tasks["mmlu_abstract_algebra"]
-    monkeypatch.setattr(lm_tasks, "_number_of", lambda *_: pytest.fail("a split is read for each example of it"))
     task.build_all_requests()
     assert len(task.instances) == 3 * 4
     assert task.instances[0].args[0].count("Answer:") == 3
@@ -172,17 +140,20 @@ def test_rows_lie_where_the_hub_has_them(place, root, monkeypatch):
 
 def test_examples_follow_lm_evals_rule(folder, root):
     write_yaml(folder, CHOICE | {"task": "toy_zero", "num_fewshot": 0}, CHOICE | {"task": "toy_two", "num_fewshot": 2})
+    write_yaml(folder, CHOICE | {"task": "toy_same", "fewshot_split": "test"})
     names = ("toy_zero", "toy_two", "toy_colours")
     for given, expected in ((None, [0, 2, 0]), (3, [0, 3, 3]), (1, [0, 1, 1])):
         tasks = load_suite(settings(*names, folder=folder, root=root, num_fewshot=given), None).tasks
         assert [tasks[name].config.num_fewshot for name in names] == expected
-    write_yaml(folder, CHOICE | {"task": "toy_same", "fewshot_split": "test"})
     for name, split, most in (("toy_two", "dev", 4), ("toy_same", "test", 6)):
-        config = settings(name, folder=folder, root=root, num_fewshot=most)
-        load_suite(config, None).tasks[name].build_all_requests(limit=1)
-        with pytest.raises(UserError, match=rf"num_fewshot={most + 1}: {name} has \d rows of its split {split}"):
-            load_suite(replace(config, num_fewshot=most + 1), None)
-    with pytest.raises(UserError, match="num_fewshot=1: toy_shapes has 0 rows of its split dev"):
+        for count in (most, most + 1):
+            task = load_suite(settings(name, folder=folder, root=root, num_fewshot=count), None).tasks[name]
+            if count == most:
+                task.build_all_requests(limit=1)
+                continue
+            with refused(rf"^num_fewshot={count}: {name} cannot draw its examples from split {split} in data.root="):
+                task.build_all_requests(limit=1)
+    with refused("^num_fewshot=1: toy_shapes has no rows of its split dev in data.root="):
         load_suite(settings("toy_shapes", folder=folder, root=root, num_fewshot=1), None)
 
 
@@ -191,8 +162,6 @@ def test_examples_that_stand_in_the_yaml_need_no_split(root):
     task = load_suite(settings("gsm8k_cot", root=root), None).tasks["gsm8k_cot"]
     task.build_all_requests()
     assert task.instances[0].args[0].count("Q:") == 9
-    with pytest.raises(UserError, match="num_fewshot=9: gsm8k_cot has 8 rows"):
-        load_suite(settings("gsm8k_cot", root=root, num_fewshot=9), None)
 
 
 def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):

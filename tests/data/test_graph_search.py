@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
 from harness.data.graph_search import judged, made, questions, working
+from harness.data.tasks import load_suite
 from harness.errors import UserError
+from harness.model.load import LoadedModel
 from harness.run.compose import load
 
 
-def prizes_from(roads: list[list[str]], place: str) -> set[str]:
+def prizes_from(roads: dict[str, list[str]], place: str) -> set[str]:
     """All prizes that can be reached, by following every road."""
     if place.startswith("prize "):
         return {place.removeprefix("prize ")}
-    found = [prizes_from(roads, other) for start, other in roads if start == place]
-    return set().union(*found)
+    return set().union(*(prizes_from(roads, other) for other in roads[place]))
 
 
 @pytest.mark.parametrize("places", [6, 9, 30, 80])
 def test_one_of_four_prizes_can_be_reached(places):
     for doc in questions(10, places, seed=3):
-        assert prizes_from(doc["roads"], doc["start"]) == {doc["prize"]}
         own = doc["prompt"].rpartition("\n\n")[2]
-        prizes = {end for _, end in doc["roads"] if end.startswith("prize ")}
-        assert len(prizes) == 4 and all(prize in own for prize in prizes)
-        assert own.count("\n- ") == places
-        assert own.endswith(f"Which prize can be reached from {doc['start']}?\nWorking:")
+        lines = re.findall(r"^- (\w+) leads (?:to (.*)|nowhere)\.$", own, re.MULTILINE)
+        roads = {place: others.split(", ") if others else [] for place, others in lines}
+        start = re.search(r"Which prize can be reached from (\w+)\?\nWorking:$", own)[1]
+        assert prizes_from(roads, start) == {doc["prize"]}
+        assert len(roads) == own.count("\n- ") == places and own.count("to prize ") == 4
         assert doc["prompt"].count("Question:") == 3 and doc["prompt"].count("Prize: ") == 2
-
-
-def test_questions_follow_from_the_seed_alone():
-    assert questions(3, places=9, seed=0) == questions(7, places=9, seed=0)[:3]
-    assert questions(3, places=9, seed=0) != questions(3, places=9, seed=1)
-    assert len({doc["prompt"] for doc in questions(50, places=9, seed=0)}) == 50
 
 
 @pytest.mark.parametrize("places", [6, 9, 30])
@@ -59,8 +55,7 @@ def test_a_worked_answer_goes_on_where_a_road_leads_and_back_where_none_does(pla
 
 
 def test_the_prize_that_is_named_last_counts():
-    roads = [["a", "b"], ["a", "c"], ["c", "prize 12"], ["d", "prize 34"]]
-    doc = {"roads": roads, "start": "a", "prize": "12"}
+    doc = {"prize": "12"}
     for text in ("Prize: 12", "a leads to b, c.\nPrize: 34\nPrize: 12.", "Prize: 12 or so"):
         assert judged(doc, [text]) == {"acc": 1.0}, text
     for text in ("Prize: 34", "Prize: 12\nPrize: 34", "prize 12", "", "Prize: 123", "Prize: c"):
@@ -69,20 +64,15 @@ def test_the_prize_that_is_named_last_counts():
 
 @pytest.mark.parametrize("value", ["5", "81", "a", "[9]", "true", "9.5"])
 def test_a_number_of_places_that_cannot_be_is_refused(value):
-    with pytest.raises(UserError, match=r"^metadata\.places=.*: must be from 6 to 80$"):
+    with pytest.raises(UserError, match=r"^metadata\.places=.*: must be "):
         load(["experiment=tasks", "tasks=[graph_search]", f"metadata.places={value}"])
 
 
-def test_the_task_is_made_offline_and_answers_come_from_the_model():
-    from harness.data.tasks import load_suite
-    from harness.model.load import LoadedModel
-
+def test_the_task_is_made_offline_from_its_seed_and_answers_come_from_the_model():
     config = load(["experiment=tasks", "tasks=[graph_search]", "metadata.places=6", "num_samples=4", "seed=2"])
-    assert config.num_samples_of("graph_search") == 4 and config.prefill_of("graph_search", writes=True) == "dense"
-    assert load(["experiment=tasks", "tasks=[graph_search]"]).num_samples_of("graph_search") == 32
     task = load_suite(config, LoadedModel.__new__(LoadedModel)).tasks["graph_search"]
     assert task.OUTPUT_TYPE == "generate_until" and task.config.generation_kwargs["max_gen_toks"] == 96
     docs = list(task.test_docs())
-    assert docs == questions(4, places=6, seed=2)
+    assert docs == questions(7, places=6, seed=2)[:4] != questions(4, places=6, seed=1)
     assert task.doc_to_text(docs[0]) == docs[0]["prompt"]
     assert task.process_results(docs[0], [f"Prize: {docs[0]['prize']}"]) == {"acc": 1.0}

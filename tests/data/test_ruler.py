@@ -20,8 +20,7 @@ from harness.data.tasks import load_suite
 from harness.errors import UserError
 from harness.run.compose import load
 from harness.scoring.evaluation import run_tasks
-from harness.settings.task_config import RULER_NUM_SAMPLES, RULER_TASKS
-from tests.runs import calls_of, tiny_loaded
+from tests.runs import tiny_loaded
 from tests.tokens import byte_tokenizer, word_tokenizer
 
 LENGTH = 800
@@ -123,15 +122,6 @@ def test_rows_depend_on_nothing_that_ran_before(task, tokenizer, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_rows_are_kept(tokenizer, own_cache, monkeypatch):
-    made = calls_of(monkeypatch, ruler, "make")
-    rows = rows_of("ruler_fwe", LENGTH, 3, 0, tokenizer)
-    assert rows_of("ruler_fwe", LENGTH, 2, 0, tokenizer) == rows[:2] and len(made) == 1
-    assert rows_of("ruler_fwe", LENGTH, 4, 0, tokenizer)[:3] == rows and len(made) == 2, "more than there are"
-    rows_of("ruler_fwe", LENGTH, 4, 1, tokenizer)
-    assert len(list(own_cache.iterdir())) == 2, "a seed of its own"
-
-
 def test_importing_lm_evals_modules_asks_no_network(monkeypatch, capfd):
     """nltk would download its rules of sentences, by which essays are split."""
 
@@ -176,14 +166,6 @@ def test_depth_and_length(tokenizer):
         assert row["input"][round(found["depth"] * len(row["input"])) :].startswith(row["outputs"][0])
         depths.add(found["depth"])
     assert len(depths) > 2
-
-
-def test_how_many_questions_and_which_rows():
-    config = settings(f"tasks=[{','.join(RULER_TASKS)}]")
-    for task in RULER_TASKS:
-        assert config.num_samples_of(task) == RULER_NUM_SAMPLES and config.prefill_of(task, writes=True) == "dense"
-    two = settings("metadata.max_seq_lengths=[500,600]", "num_samples=3")
-    assert two.num_samples_of("ruler_vt") == 2 * 3, "as many at each length"
 
 
 def test_a_run_says_the_length_and_the_depth_of_each_question():

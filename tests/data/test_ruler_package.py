@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from harness.data import ruler, ruler_package
-from harness.data.needles import needle_of
-from harness.data.ruler import MARKERS, ONE_NEEDLE, facts
+from harness.data.ruler import MARKERS, ONE_NEEDLE, facts, needle_of
 from harness.data.ruler_package import INSTALL, NAMES, QUESTIONS, make
 from harness.data.task_plan import plan
 from harness.data.tasks import load_suite
@@ -73,7 +72,7 @@ def upstream_rows(task: str, tokenizer, count: int, folder: Path) -> list[dict]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, places)),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "NLTK_DATA": str(ruler_package._punkt()),
+        "NLTK_DATA": str(ruler_package._located("llama_index.core") / "_static/nltk_cache"),
     }
     options = {
         "save_dir": folder,

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from harness.data import generated
-from harness.data.generated import CONTEXTS, MARKER, questions
+from harness.data.generated import MARKER, questions
 from harness.data.task_plan import location, own_tasks
 from harness.data.tasks import load_suite
 from harness.errors import UserError
@@ -67,7 +67,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("task", CONTEXTS)
+@pytest.mark.parametrize("task", FROZEN)
 def test_a_generated_question(task, monkeypatch):
     """The same on every machine and Python; a change makes earlier records incomparable."""
     sentences = [f"Sentence number {number} of a text." for number in range(40)]
@@ -94,10 +94,7 @@ def test_a_longer_context_has_the_same_facts_among_so_many_sentences(task, usual
     monkeypatch.setattr(generated, "offline_sentences", lambda: sentences)
 
     def context_of(*num_sentences: int) -> str:
-        first, *others = questions(task, 8, 0, *num_sentences)
-        context = first.prompt.split(MARKER)[0]
-        assert {question.prompt.split(MARKER)[0] for question in others} == {context}
-        return context
+        return questions(task, 8, 0, *num_sentences)[0].prompt.split(MARKER)[0]
 
     fact = re.compile(r"The (?:secret )?code of the \w+ is \d+\.")
     assert context_of(usual) == context_of(), "as many as the task has by itself"
@@ -343,9 +340,9 @@ def test_a_split_of_the_hub_without_labels_is_named(labels, loaded, monkeypatch)
         said = r"^data=hub: aps/super_glue, split validation, row 3: tasks=copa: has no label \(-1\)"
         with pytest.raises(UserError, match=said):
             run_tasks(config, loaded)
-    else:
-        assert run_tasks(config, loaded).metrics["copa"]["num_samples"] == 3
-    with pytest.raises(UserError, match="^num_fewshot=2: copa has 2 rows of its split train in data=hub"):
+        return
+    assert run_tasks(config, loaded).metrics["copa"]["num_samples"] == 3
+    with pytest.raises(UserError, match="^num_fewshot=2: copa cannot draw its examples from split train in data=hub"):
         run_tasks(replace(config, num_fewshot=2), loaded)
 
 

@@ -19,15 +19,6 @@ RAW_WIKITEXT = " \n = A title = \n \n First line . \n Second\u2028line . \n \n"
 HUB_ROWS = ["", " = A title = \n", "", " First line . \n", " Second\u2028line . \n", ""]
 
 
-def test_offline_text_is_the_reference_of_the_interpreter():
-    from pydoc_data.topics import topics
-
-    whole = text.offline_text()
-    assert whole.startswith(topics[min(topics)]) and whole.endswith(topics[max(topics)])
-    assert len(whole) == sum(map(len, topics.values())) + 2 * (len(topics) - 1) > 300_000
-    assert text.corpus_text(CorpusConfig("offline"), OFFLINE) == whole == text.calibration_text(CalibrationConfig())
-
-
 def test_a_file_is_read_as_it_is(tmp_path):
     path, content = tmp_path / "text.txt", "\ufeff  padded \r\n\r\nnaïve \u2028 lines\n\n"
     path.write_bytes(content.encode())
@@ -37,7 +28,7 @@ def test_a_file_is_read_as_it_is(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read (No such file"), (b"good\xff", "not UTF-8 text, byte 4"), (b"", "the file is empty")],
+    [(None, "cannot be read (No such file"), (b"good\xff", "not UTF-8 text, byte 4")],
 )
 def test_an_unreadable_file(tmp_path, content, message):
     path = tmp_path / "text.txt"
@@ -62,23 +53,19 @@ def test_wikitext_from_the_file_equals_the_hub(tmp_path, monkeypatch):
     assert local == text.corpus_text(wikitext, DataConfig("hub")) == "\n\n".join(HUB_ROWS)
 
 
-def test_headers_are_c_that_comes_with_numpy():
-    whole = text.corpus_text(CorpusConfig("headers"), OFFLINE)
-    assert whole.count("#endif  /* NUMPY_CORE_INCLUDE_NUMPY_") == len(text.C_HEADERS)
-    assert len(whole) > 8 * 1024 * 6, "room for eight windows of 1,024 tokens, and as much between"
+def test_texts_of_what_is_installed_are_in_one_order(tmp_path, monkeypatch):
+    from pydoc_data.topics import topics
 
-
-def test_code_is_pythons_library_in_one_order(tmp_path, monkeypatch):
+    corpora = {name: text.corpus_text(CorpusConfig(name), OFFLINE) for name in ("offline", "headers", "code")}
+    assert corpora["offline"] == "\n\n".join(topics[name] for name in sorted(topics))
+    assert corpora["offline"] == text.calibration_text(CalibrationConfig())
+    assert corpora["headers"].count("#endif  /* NUMPY_CORE_INCLUDE_NUMPY_") == len(text.C_HEADERS)
     library = Path(sysconfig.get_path("stdlib"))
-    whole, at = text.named_text("code"), 0
-    for module in text.CODE_MODULES:
-        source = (library / f"{module}.py").read_text(encoding="utf-8")
-        assert whole.startswith(source, at), module
-        at += len(source) + len("\n\n")
-    assert at - len("\n\n") == len(whole) > 8 * 4096 * 6, "room for eight windows of 4,096 tokens, and as much between"
+    sources = [(library / f"{module}.py").read_text(encoding="utf-8") for module in text.CODE_MODULES]
+    assert corpora["code"] == "\n\n".join(sources)
+    assert len(corpora["code"]) > 8 * 4096 * 6, "room for eight windows of 4,096 tokens, and as much between"
     hub = DataConfig("hub")
-    assert text.corpus_text(CorpusConfig("code"), OFFLINE) == whole == text.corpus_text(CorpusConfig("code"), hub)
-    assert inputs.corpus(CorpusConfig("code"), hub) == {"corpus": text_sha256(whole)}, "no revision of the hub's"
+    assert inputs.corpus(CorpusConfig("code"), hub) == {"corpus": text_sha256(corpora["code"])}, "no hub's revision"
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match=r"corpus=code, file=.*argparse\.py: cannot be read .No such file"):
         text.named_text("code")
@@ -96,25 +83,11 @@ def test_the_book_lies_below_the_root(tmp_path):
     assert text.corpus_text(book, DataConfig("local", str(tmp_path))) == "It is a truth\n\nuniversally"
 
 
-def test_a_text_is_tokenized_in_one_call_without_special_tokens():
-    calls = []
-
-    def tokenizer(whole, **options):
-        calls.append((whole, options["add_special_tokens"]))
-        return {"input_ids": [7, 8, 9]}
-
-    corpus, calibration = CorpusConfig("offline"), CalibrationConfig(num_tokens=2)
-    assert text.corpus_ids(corpus, OFFLINE, tokenizer) == [7, 8, 9]
-    assert text.calibration_ids(calibration, tokenizer) == [7, 8]
-    assert [call for call in calls if call[0] != text.PROBE] == [(text.offline_text(), False)] * 2
+def test_a_calibration_that_is_too_short_and_a_missing_tokenizer():
     with pytest.raises(UserError, match="calibration.num_tokens=5: the calibration text has 3 tokens"):
-        text.calibration_ids(CalibrationConfig(num_tokens=5), tokenizer)
+        text.calibration_ids(CalibrationConfig(num_tokens=5), lambda whole, **_: {"input_ids": [7, 8, 9]})
     with pytest.raises(UserError, match="no tokenizer"):
         text.token_ids("text", None)
-
-
-def ids_of(*about, **settings):
-    return [window.ids for window in text.text_windows(*about, **settings)]
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -138,8 +111,10 @@ def test_spread_windows_begin_at_the_same_places_whatever_their_number_and_lengt
 
 
 def test_every_window_stands_behind_the_start():
-    windows = ids_of(range(10), seq_len=4, num_windows=2, offset=4, start=[77])
-    assert windows == [[77, 4, 5, 6], [77, 7, 8, 9]], "the start counts as a token, and no token of the text is lost"
+    windows = text.text_windows(range(10), seq_len=4, num_windows=2, offset=4, start=[77])
+    assert [window.ids for window in windows] == [[77, 4, 5, 6], [77, 7, 8, 9]], (
+        "the start counts as a token, and no token of the text is lost"
+    )
     with pytest.raises(UserError, match=r"seq_len=1: must be above 1, the tokens with which every text starts"):
         text.text_windows(range(10), seq_len=1, num_windows=2, offset=4, start=[77])
 

@@ -20,13 +20,13 @@ from harness.model.random_ids import RandomIds
 from harness.model.shape import ModelShape
 from harness.model.tiny import tiny_model
 from harness.paper.costmodel import capacity as modelled
-from harness.paper.costmodel.schemes import Efficiency, Platform
+from harness.paper.costmodel.predict import Efficiency, Platform
 from harness.run.advise import modelled as modelled_run
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.settings.rules import check
 from harness.speed import capacity as emulated
-from harness.speed import latency as speed
+from harness.speed import latency, memories
 from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import SplitCodec
 from methods.full import Full
@@ -50,8 +50,8 @@ MACHINE = Platform("machine", "modelled", "nowhere", device_bytes=1e6, **RATES)
 def capacity_of(method=None, codec=None, placement="device", *, device_bytes=200_000, host_bytes=None, **options):
     """A method on a small machine, sequences of 24 + 8 tokens. Activations are left out."""
     method = method or Full(dense_layers=2)
-    geometry = modelled._geometry(SHAPE, "llama")
-    model = modelled._model_sizes(SHAPE, geometry, method, WEIGHTS)
+    geometry = modelled.geometry_of(SHAPE, "llama")
+    model = modelled.sizes_of_shape(SHAPE, geometry, method, WEIGHTS)
     model = replace(model, sizes=model.sizes._replace(hidden=0, head_dim=0, attention=0, ffn=0))
     plan = Plan(model, method, codec, placement, **options)
     return Capacity("platform=machine", plan, 24, 8, device_bytes, host_bytes, max_batch=50)
@@ -145,8 +145,8 @@ def test_a_shape_has_the_sizes_of_the_loaded_model(method):
     model = tiny_model("llama", num_key_value_heads=2)
     with attach(model) as attached:
         loaded = sizes_of(attached, method)
-    geometry = modelled._geometry(SHAPE, "llama")
-    shaped = modelled._model_sizes(SHAPE, geometry, method, loaded.weight_bytes)
+    geometry = modelled.geometry_of(SHAPE, "llama")
+    shaped = modelled.sizes_of_shape(SHAPE, geometry, method, loaded.weight_bytes)
     for one, other in zip(shaped.layers, loaded.layers, strict=True):
         kinds = [(layer.policy.kind, layer.policy.number, layer.policy.when) for layer in (one, other)]
         assert one._replace(policy=None) == other._replace(policy=None) and kinds[0] == kinds[1]
@@ -273,17 +273,17 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
             raise memory.NoRoomError("live decoding needs too much of cpu memory", is_host=True)
         return real(attached, prompt, run, **options)
 
-    real = emulated.time_run
-    monkeypatch.setattr(emulated, "time_run", time_run)
+    real = latency.time_run
+    monkeypatch.setattr(latency, "time_run", time_run)
     monkeypatch.setattr(emulated, "available_bytes", lambda home: int(0.4 * GIB))
-    monkeypatch.setattr(speed, "smaller_card", lambda device, asked: nullcontext(cards.append(asked)))
+    monkeypatch.setattr(memories, "smaller_card", lambda device, asked: nullcontext(cards.append(asked)))
     monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda device: 1e10)
     cards: list[float | None] = []
     loaded = LoadedModel(tiny("gqa"), None, "tiny", 512, random_ids=RandomIds(256))
     words = ["experiment=capacity", "platform=cuda", "system=offload", "model.weights=random", "prompt_len=40"]
     words += ["gen_len=4", "timed_steps=1", "calibration.num_tokens=40"]
     words += ["capacity.max_batch=20", f"platform.device_gib={'null' if gib is None else gib}"]
-    outcome = emulated.run_capacity(load([*words, f"results_dir={tmp_path}"]), loaded)
+    outcome = latency.run_latency(load([*words, f"results_dir={tmp_path}"]), loaded)
     assert timed == [(batch, (batch, 40)) for batch in (1, 2, 4, 8, 6, 5)] and cards == [gib]
     rows = outcome.metrics["points"]
     assert [row["batch_size"] for row in rows] == [1, 2, 4, 5]
@@ -292,10 +292,10 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
     assert last == (5, "host memory", int(memory_gib * GIB), "cuda")
     assert outcome.samples["ran_out_at"] == [8, 6] and outcome.samples["batch_5"]["peak_device_bytes"] > 0
     bounded = load([*words, f"results_dir={tmp_path}", "capacity.host_gib=0.00001"])
-    (row,) = emulated.run_capacity(bounded, loaded).metrics["points"]
+    (row,) = latency.run_latency(bounded, loaded).metrics["points"]
     assert (row["largest_batch"], row["wall"]) == (0, "host memory")
     monkeypatch.setattr(emulated, "available_memory", lambda: 2 * row["host_kv_bytes"])
-    rows = emulated.run_capacity(load([*words, f"results_dir={tmp_path}"]), loaded).metrics["points"]
+    rows = latency.run_latency(load([*words, f"results_dir={tmp_path}"]), loaded).metrics["points"]
     assert (rows[-1]["largest_batch"], rows[-1]["wall"]) == (2, "host memory")
 
 

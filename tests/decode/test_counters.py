@@ -211,8 +211,8 @@ def test_bytes_by_hand(name, placement):
         closing(open_live(attached, hand.case, placement=placement, link=link)) as session,
     ):
         force(session, PADDED)
-        crossed, read, kept = int(session.loaded_bytes), float(session.reads.num_bytes), session.device_bytes
-        written, late = int(session.written_bytes), int(session.late_bytes)
+        traffic, read, kept = session.traffic, float(session.reads.num_bytes), session.device_bytes
+        crossed, written, late = (int(part.num_bytes) for part in (traffic.loaded, traffic.written, traffic.late))
     selected = [hand.read(t, final) for t, final in rows]
     index = [hand.index(t, final) for t, final in rows]
     cached, own = [t for t, _ in rows], 4 * len(rows)

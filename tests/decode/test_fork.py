@@ -35,13 +35,13 @@ def require_same_as_alone(model, case, batch: str, placement: str, **options) ->
         for text in TEXTS:
             with closing(open_live(attached, case, ROOM, **options)) as session:
                 session.prefill(ids, real)
-                alone.append((decoded(session, text), session.reads.budget, int(session.loaded_bytes)))
+                alone.append((decoded(session, text), session.reads.budget, int(session.traffic.loaded.num_bytes)))
         with closing(open_live(attached, case, ROOM, **options)) as session:
             session.prefill(ids, real)
             for text, (logits, budget, num_bytes) in zip(TEXTS, alone, strict=True):
                 with closing(session.fork()) as fork:
                     assert torch.equal(decoded(fork, text), logits)
-                    assert (fork.reads.budget, int(fork.loaded_bytes)) == (budget, num_bytes)
+                    assert (fork.reads.budget, int(fork.traffic.loaded.num_bytes)) == (budget, num_bytes)
             assert session.steps == 0 and not session.reads.rows
             assert not any(use._transfers for use in session.link_uses), "a fork's transfers are its own"
 
@@ -68,30 +68,13 @@ def test_forks_have_windows_recurrent_states_and_rings_of_their_own(family):
         require_same_as_alone(mixed(family), CASES[name], "even", "device")
 
 
-def test_only_a_method_that_evicts_while_it_decodes_has_rows_copied():
-    ids, real = token_batch(PROMPTS["even"], 0)
-    with attach(tiny("gqa")) as attached:
-        for name, is_copied in (("full", False), ("infinigen", False), ("snapkv", False), ("h2o", True)):
-            with closing(open_live(attached, CASES[name], ROOM)) as session:
-                session.prefill(ids, real)
-                with closing(session.fork()) as fork:
-                    assert bool(session._prompt_rows) == is_copied, name
-                    assert [cache.store for cache in fork.caches] == [cache.store for cache in session.caches]
-
-
-def test_what_has_decoded_is_not_forked():
-    ids, real = token_batch(PROMPTS["even"], 0)
-    with attach(tiny("gqa")) as attached, closing(open_live(attached, CASES["full"], ROOM)) as session:
-        session.prefill(ids, real)
-        decoded(session, (3,))
-        with pytest.raises(RuntimeError, match="before its first decode step"):
-            session.fork()
-
-
-def test_a_cache_on_a_disk_is_not_forked():
+def test_what_lies_on_a_disk_or_has_decoded_is_not_forked():
     ids, real = token_batch(PROMPTS["even"], 0)
     with attach(tiny("gqa")) as attached, closing(open_live(attached, CASES["full"], ROOM)) as session:
         session.prefill(ids, real)
         session.placement = "disk"
         with pytest.raises(ValueError, match="placement=disk: a session is not forked there"):
+            session.fork()
+        decoded(session, (3,))
+        with pytest.raises(RuntimeError, match="before its first decode step"):
             session.fork()

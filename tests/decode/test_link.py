@@ -3,7 +3,6 @@
 Times are bounded from below exactly and from above loosely, since other processes share the cores.
 """
 
-import signal
 import threading
 import time
 
@@ -12,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.decode.links import EmulatedLink, open_link
+from harness.decode.links import EmulatedLink
 from harness.decode.store import chosen
-from harness.errors import UserError
 from tests.living import Crossed, make_store
 
 BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
@@ -149,31 +147,6 @@ def test_a_worker_that_dies_raises_instead_of_hanging_and_a_closed_link_takes_no
     link.close()
     with pytest.raises(RuntimeError, match="the link is closed"):
         prefetch(link, store, 1)
-
-
-def test_a_rate_is_for_the_emulated_link_and_never_left_out_there():
-    with pytest.raises(UserError, match=r"link_gbps=2\.5 sets the emulated link of a CPU: leave it null under cuda"):
-        open_link(torch.device("cuda"), bytes_per_s=2.5e9)
-    with pytest.raises(ValueError, match="needs its bytes_per_s"):
-        open_link(torch.device("cpu"))
-
-
-def test_an_interrupt_ends_a_wait_and_the_link(monkeypatch):
-    """While ten minutes are waited for, and as a command line has it: a shell's background jobs ignore SIGINT."""
-    store, _, _ = filled_store()
-    before, waits = signal.signal(signal.SIGINT, signal.default_int_handler), []
-
-    def interrupted(seconds: float) -> None:
-        waits.append(seconds)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(time, "sleep", interrupted)
-    try:
-        with pytest.raises(KeyboardInterrupt), EmulatedLink(ALL_BYTES / 600) as link:
-            prefetch(link, store, CAPACITY).wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert len(waits) == 1 and 0 < waits[0] <= 600
 
 
 def test_a_thread_that_begins_under_a_link_has_the_cores_of_the_others():

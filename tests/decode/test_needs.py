@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.decode.needs import Plan, largest_batch, sizes_of
+from harness.decode.needs import LayerSizes, ModelSizes, Plan, largest_batch, sizes_of
 from harness.decode.share import BatchLengths
-from harness.decode.state_sizes import state_sizes
 from harness.errors import UserError
-from harness.model.prompts import prompt_bytes
+from harness.model.policies import method_policy
+from harness.model.prompts import PassSizes, prompt_bytes
+from methods.attention import Softmax
 from methods.base import Geometry
 from methods.quest import Quest
 from tests.cases import CASES, Case, shipped
@@ -100,6 +101,15 @@ def test_more_sequences_need_more_and_the_largest_batch_is_the_last_that_fits(na
         assert found == min(9, most)
 
 
+def plan_of(method, geometry: Geometry, dtype: torch.dtype) -> Plan:
+    """A session on the device of a model of this geometry whose passes and weights take nothing."""
+    layers = []
+    for number in range(geometry.num_layers):
+        policy = method_policy(method, number, Softmax(geometry.scale), is_first=number == 0)
+        layers.append(LayerSizes(policy, geometry.num_kv_heads, geometry.head_dim, geometry.head_dim))
+    return Plan(ModelSizes(layers, geometry, dtype, PassSizes(0, 0, 0, 0, None), 0), method, None, "device")
+
+
 @pytest.mark.parametrize(("tokens", "share"), [(1024, 0.0881), (4096, 0.0748)])
 def test_what_infinigen2_keeps_by_hand(tokens, share):
     """Of each token a partial key, and of each sequence two projections, in 4 bits with scales of two bytes; in half
@@ -111,9 +121,8 @@ def test_what_infinigen2_keeps_by_hand(tokens, share):
     geometry = Geometry(num_layers, 12, num_kv_heads, head_dim, head_dim**-0.5, "llama")
     kept = {}
     for batch in (1, 2):
-        prompts = (tokens - 16,) * batch
-        sizes = state_sizes(method, geometry, prompts, 16, torch.bfloat16, lambda number: tokens)
-        assert sum(sizes.by_layer.values()) == batch * heads * (tokens * of_token + of_sequence)
+        sizes = plan_of(method, geometry, torch.bfloat16).state(BatchLengths((tokens - 16,) * batch, 16))
+        assert sizes.kept == batch * heads * (tokens * of_token + of_sequence)
         kept[batch] = sizes.whole
     assert kept[1] == heads * (tokens * of_token + of_sequence) + 2 * 8, "beside its prompt's length and T"
     assert kept[2] == 2 * kept[1]
@@ -126,9 +135,9 @@ def test_what_a_step_reads_of_an_index_by_hand():
     vAttention's sample looks at numbers, so all that it keeps counts."""
     geometry = Geometry(2, 12, 2, 128, 128**-0.5, "llama")
 
-    def sizes_of_method(name):
-        method = replace(shipped(name).method, dense_layers=0)
-        return state_sizes(method, geometry, (1008,), 16, torch.float16, lambda number: 1024)
+    def sizes_of_method(name, **settings):
+        method = replace(shipped(name).method, dense_layers=0, **settings)
+        return plan_of(method, geometry, torch.float16).state(BatchLengths((1008,), 16))
 
     keys, projections, mean = 1016 * (64 // 2 + 4), 2 * 128 * (64 // 2 + 4), 64 * 2
     fit = 64 * (128 // 2 + 4) + 2 * (128 + 128)
@@ -138,5 +147,6 @@ def test_what_a_step_reads_of_an_index_by_hand():
     quest = sizes_of_method("quest")
     assert set(quest.read.values()) == {2 * 63 * 2 * 128 * 2}
     assert set(sizes_of_method("h2o").read.values()) == {0}
+    assert sizes_of_method("kascade", anchors=(0,)).read == {0: 0, 1: 0}, "layer 1 takes what layer 0 chose"
     sampled = sizes_of_method("vattention")
-    assert sampled.read == sampled.by_layer
+    assert sum(sampled.read.values()) == sampled.kept

@@ -14,10 +14,11 @@ from harness.api.cached_model import CachedModel
 from harness.model.load import LoadedModel
 from harness.run.compose import load
 from harness.settings.config import LatencyConfig
-from harness.speed import generate as speed
+from harness.speed import memories
+from harness.speed.generate import run_generate
 from harness.speed.timed_run import TimedRun, time_run
 from tests.cases import CASES, Case
-from tests.living import attached_with_link, calibration_of, open_live, setup_of, tiny
+from tests.living import attached_with_link, open_live, setup_of, tiny
 from tests.tokens import byte_tokenizer
 
 PROMPT, NEW = "Keys and values of a prompt.", 20
@@ -63,22 +64,22 @@ def bytes_of_usage(case: Case, ids: torch.Tensor, end: int, steps: int, options:
 
 def bytes_of_generate(case: Case, end: int, steps: int, options: dict[str, object], monkeypatch) -> tuple[int, int]:
     monkeypatch.setattr(
-        speed, "prepare", lambda config, loaded, attached, rows: replace(setup_of(attached, case), **options)
+        memories, "prepare", lambda config, loaded, attached, rows: replace(setup_of(attached, case), **options)
     )
     config = load(["experiment=generate", f"prompt={PROMPT}", f"max_new_tokens={NEW}", "platform.link_gbps=1"])
     config = replace(config, **options)
     model = tiny("gqa")
     monkeypatch.setattr(model.generation_config, "eos_token_id", end)
-    made = speed.run_generate(config, LoadedModel(model, Ending(end), "tiny", 256), lambda piece: None)
+    made = run_generate(config, LoadedModel(model, Ending(end), "tiny", 256), lambda piece: None)
     assert made.steps == steps
     return made.h2d_bytes, made.d2h_bytes
 
 
 def bytes_of_timed_run(case: Case, ids: torch.Tensor, steps: int, options: dict[str, object]) -> tuple[int, int]:
     shape = LatencyConfig(1, ids.shape[1], gen_len=NEW, warmup_steps=0, timed_steps=steps, repeats=1)
-    timed_run = TimedRun(case.method, shape, codec=case.codec, **options)
     with attached_with_link() as (attached, link):
-        metrics, samples = time_run(attached, ids, timed_run, link=link, calibration=calibration_of(attached))
+        timed_run = TimedRun(replace(setup_of(attached, case), **options), shape)
+        metrics, samples = time_run(attached, ids, timed_run, link=link)
     assert metrics["h2d_bytes"] == round(samples["timed_h2d_bytes"] * (NEW - 1) / steps)
     return samples["timed_h2d_bytes"], samples["timed_d2h_bytes"]
 

@@ -13,7 +13,6 @@ from harness.decode.gpu_cache import GpuCache, rooms
 from harness.decode.links import EmulatedLink
 from harness.decode.memory import Tuning
 from harness.decode.store import chosen
-from harness.errors import UserError
 from harness.model.policies import policies_of
 from harness.settings.codecs import codec_named
 from methods.codecs.floats import STORED_DTYPES
@@ -112,7 +111,7 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
     assert crossed.written[store] == reference.written * store.slot_bytes * on_host
 
 
-def test_refusals(monkeypatch):
+def test_refusals():
     store = store_of()
     rows = store.format.pack(*key_value(2, torch.Generator().manual_seed(0)))
     beyond = torch.tensor([[[CAPACITY], [0], [0]]] * 2)  # no row of the next head
@@ -124,9 +123,6 @@ def test_refusals(monkeypatch):
     ):
         with pytest.raises(error, match=message):
             refused()
-    monkeypatch.setattr("harness.decode.memory.available_bytes", lambda home: 2**30)
-    with pytest.raises(UserError, match=r"needs 100\.0 GiB of cpu memory and 1\.0 GiB are available; lower batch_size"):
-        store_of("fp16", head_dim=25, batch=1024, num_kv_heads=1024, capacity=1024)
 
 
 # Rows by index, on the CPU and as the Triton kernel, against a loop

@@ -13,7 +13,7 @@ import torch
 from harness.checks.contract import budget_is_its_closed_form, live_is_replay, padded_is_alone
 from harness.checks.two_ways import Trial
 from harness.errors import UserError
-from harness.model import dense_prompts
+from harness.model import prompts
 from harness.model.attach import attach
 from harness.model.dense_prompts import DensePrompts
 from harness.model.prompts import run_prompt
@@ -33,6 +33,7 @@ from methods.tova import TOVA
 from tests.cases import CASES, Case, Projected
 from tests.conftest import tiny
 from tests.living import PROMPTS, replay, token_batch
+from tests.runs import calls_of
 
 needs_kvpress = pytest.mark.skipif(
     importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {kvpress.INSTALL}"
@@ -207,8 +208,7 @@ def test_runs_that_share_a_prompt_share_the_inputs_of_its_layers(monkeypatch):
     with attach(tiny("gqa")) as attached:
         for name, case in cases.items():
             alone[name] = replay(attached, case, PROMPTS["padded"]).logits
-    passes, run = [], dense_prompts._run_into_file
-    monkeypatch.setattr(dense_prompts, "_run_into_file", lambda *given: passes.append(given) or run(*given))
+    passes = calls_of(monkeypatch, prompts, "held_prompt")
     room = DensePrompts(2**30)
     with attach(tiny("gqa"), room) as attached:
         replay(attached, cases["full"], PROMPTS["padded"])
@@ -229,14 +229,6 @@ def test_a_method_cannot_reread_and_have_inputs():
         pytest.raises(UserError, match="needs_inputs and repetitions; a method can have"),
     ):
         replay(attached, Case(both()), PROMPTS["even"])
-
-
-def test_inputs_are_not_held_beyond_their_layer():
-    with attach(tiny("gqa")) as attached:
-        ids, real = token_batch(PROMPTS["even"], 0)
-        session = Setup(CASES["projected"].method, None, None).replay(attached, real.sum(-1), real.shape[1])
-        session.prefill(ids, real)
-        assert all(rows.inputs is None for rows in session.prompt_rows.values())
 
 
 # What it does not take

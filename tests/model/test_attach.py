@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
@@ -19,11 +17,8 @@ from harness.model import attach as checks
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.calibration import calibrate
-from harness.model.decoder import Decoder
 from harness.model.prompts import PromptPass
-from harness.model.split_rows import in_parts
 from harness.model.tiny import tiny_model
-from harness.model.trace import Latent
 from harness.replay import decode_pass as passes
 from harness.replay.setup import Setup
 from methods.full import Full
@@ -82,6 +77,16 @@ def test_a_model_with_other_numbers_is_refused_in_one_line(change, shape, words)
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("shape", [("gemma3_text", {"use_bidirectional_attention": True}), ("bert", {})])
+def test_a_model_whose_tokens_see_later_ones_is_refused(shape):
+    family, settings = shape
+    with (
+        pytest.raises(UserError, match="a layer sees neither all earlier tokens"),
+        attach(tiny_model(family, **settings)),
+    ):
+        pytest.fail("refused")
+
+
 def test_a_token_without_an_embedding_is_refused_with_both_sizes(tiny_gqa):
     ids = torch.tensor([[3, 300, 5]])
     with attach(tiny_gqa) as attached, pytest.raises(UserError, match=r"token 300, .* embedding has 256 tokens"):
@@ -121,18 +126,6 @@ def test_feed_forward_networks_take_some_rows_at_a_time():
         parts = attached.forward(ids, positions, PromptPass(attached))
     assert seen == [(2, 7), (2, 7), (2, 6)]
     assert_close(parts, whole)
-
-
-def test_a_network_that_gets_its_rows_by_name_or_gives_those_of_all_sequences_in_one_axis():
-    hidden = torch.randn(2, 5, 4)
-    decoder = SimpleNamespace(rows_at_once=4)
-
-    def network(hidden_states: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert hidden_states.shape[1] <= 2
-        return hidden_states * factor, hidden_states.flatten(0, 1)
-
-    output, logits = in_parts(decoder, network, hidden_states=hidden, factor=hidden[..., :1])
-    assert torch.equal(output, hidden * hidden[..., :1]) and torch.equal(logits, hidden.flatten(0, 1))
 
 
 def test_a_network_that_takes_no_part_of_the_rows_takes_all():
@@ -189,49 +182,6 @@ def test_a_sequence_runs_up_to_the_length_at_which_rotary_frequencies_change(kin
         assert_close(torch.cat(logits), of_24[19:23])
         with pytest.raises(UserError, match=refused):
             LiveSession(attached, Full(), max_new_tokens=5).prefill(prompt, real)
-
-
-# What is given up before a model is refused
-
-
-class ChoosesBySign(nn.Module):
-    """A query projection to which no derivative leads from a module that decides its sign."""
-
-    def __init__(self, query: nn.Module) -> None:
-        super().__init__()
-        self.query, self.decides = query, nn.Linear(64, 8)
-
-    def forward(self, hidden):
-        return self.query(hidden) * (1.5 + self.decides(hidden).mean(-1, keepdim=True).detach().sign())
-
-
-def test_a_query_that_is_decided_without_a_derivative_is_made_in_full():
-    """The submodules that no derivative passes through are left out of predictions, unless the query is wrong then."""
-    model = llama()
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = ChoosesBySign(layer.self_attn.q_proj).requires_grad_(False)
-    with attach(model) as attached:
-        assert attached.decoder.no_prediction is None
-        assert all("q_proj.decides" in layer.query_modules for layer in attached.layers)
-    run_one(model, CASES["infinigen"])
-
-
-def test_latents_that_do_not_stand_for_the_keys_are_stored_expanded(monkeypatch):
-    """Keys and values of every head: more memory, the same numbers."""
-    read = Decoder._read_latent
-
-    def misread(*given):
-        latent = read(*given)
-        return Latent(1.5 * latent.to_query, latent.to_value)
-
-    monkeypatch.setattr(Decoder, "_read_latent", misread)
-    model, ids = tiny_family("deepseek_v3"), token_ids(30)
-    with attach(model) as attached:
-        assert (attached.geometry.num_kv_heads, attached.geometry.values_in_keys) == (4, False)
-    found = run_one(model, Case(Full()), ids, 11)
-    with torch.inference_mode():
-        assert_close(found.logits[0], model(torch.tensor([ids]), use_cache=False).logits[0, 11:])
-    assert "latent_bytes" not in found.reads.shares
 
 
 # Order of calls, and nothing left behind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch.nn.utils import prune
 import harness
 from harness.checks.families import tiny_family
 from harness.files import cache_dir
-from harness.model import self_check
-from harness.model.attach import attach, digest_of
+from harness.model.attach import attach
 from harness.model.calibration import cached_calibration
 from harness.model.output_projection import output_factor
 from harness.model.prompts import PromptPass
@@ -25,7 +23,6 @@ from harness.results import inputs
 from harness.results.record import read_all
 from methods.infinigen import InfiniGen
 from methods.loki import Loki
-from tests.runs import calls_of
 from tests.tokens import byte_tokenizer
 
 IDS = torch.tensor([tiny_ids("A cache keeps what is read again.")])
@@ -172,26 +169,6 @@ def test_what_is_derived_is_that_of_the_model_as_it_is_now(way, thing):
     now = measure(model)
     assert not torch.allclose(now, before, rtol=1e-2, atol=1e-2)
     assert torch.equal(now, measure(changed))
-
-
-def test_a_model_that_has_not_changed_is_checked_once(monkeypatch):
-    checks, model = calls_of(monkeypatch, self_check, "_why_no_padding"), gqa()
-    torch.set_num_threads(2)
-    digests = [digest_of(model), digest_of(model.train())]
-    torch.set_num_threads(1)
-    digests.append(digest_of(model.eval()))
-    assert len(set(digests)) == 1 and len(checks) == 1
-    for seen, model_now in enumerate((adapted(model), model), 2):
-        assert digest_of(model_now) not in digests and len(checks) == seen
-        switch(model)
-
-
-def test_the_methods_of_one_call_take_one_digest(monkeypatch):
-    measure, model = Perplexity(), gqa()
-    digests = calls_of(monkeypatch, importlib.import_module("harness.model.attach"), "model_digest")
-    for seen in 1, 2:
-        measure(model)
-        assert len(digests) == seen
 
 
 def test_a_model_of_files_is_theirs_until_it_changes(tmp_path):

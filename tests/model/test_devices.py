@@ -94,7 +94,7 @@ def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
                 token = session.decode_step(token).argmax(-1)
             assert gpus.faults == [] and Stream.waits == []
             session.drain()
-            assert isinstance(session.loaded_bytes, int) or session.loaded_bytes.device == CUDA
+            assert isinstance(session.traffic.loaded.num_bytes, int) or session.traffic.loaded.num_bytes.device == CUDA
 
 
 @needs_fakes
@@ -259,13 +259,10 @@ def test_a_map_needs_the_platform_cuda():
         composed(["experiment=fig7", "model.device=map", "platform=cuda"])
 
 
-@pytest.mark.parametrize("weights", ["random", "pretrained"])
-def test_layers_that_do_not_fit_on_the_devices_are_refused(weights, tmp_path, monkeypatch):
+def test_layers_that_do_not_fit_on_the_devices_are_refused(tmp_path, monkeypatch):
     """Without a CUDA device accelerate leaves all layers in host memory."""
-    model = tiny("gqa")
-    model.save_pretrained(tmp_path)
-    source = {"path": str(tmp_path)} if weights == "pretrained" else {"shape": model.config.to_dict()}
-    config = ModelConfig(name="some", device="map", weights=weights, **source)
+    tiny("gqa").save_pretrained(tmp_path)
+    config = ModelConfig(name="some", device="map", path=str(tmp_path))
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="model.device=map: torch finds no CUDA device here; allowed: auto, cpu"):
             load_model(config)

@@ -40,8 +40,8 @@ def test_the_ring_stays_on_the_device(name):
             force(session, (PROMPT, PROMPT))
             rings = [cache for cache in session.caches if isinstance(cache, LocalCache)]
             assert [cache.keys.shape[2] for cache in rings] == [WINDOW - 1] * 2
-            assert session.h2d_bytes == 4 * HEADS * sum(range(PROMPT, PROMPT + STEPS)) * ROW
-            assert session.d2h_bytes == 4 * HEADS * STEPS * ROW
+            assert session.traffic.loaded.num_bytes == 4 * HEADS * sum(range(PROMPT, PROMPT + STEPS)) * ROW
+            assert session.traffic.written.num_bytes == 4 * HEADS * STEPS * ROW
             rows = range(PROMPT, PROMPT + STEPS)
             in_rings = 2 * sum(
                 (t % WINDOW if width.is_chunk else WINDOW - 1) + 1 for t in rows
@@ -94,7 +94,7 @@ def test_a_latent_is_stored_once_for_all_heads_by_hand():
     with attach(mixed("deepseek_v3")) as attached, EmulatedLink(1e12) as link:
         with closing(open_live(attached, Case(Full()), placement="host", link=link)) as session:
             force(session, (PROMPT, PROMPT))
-            assert session.h2d_bytes == 4 * 2 * sum(range(PROMPT, PROMPT + STEPS)) * 32 * 4
+            assert session.traffic.loaded.num_bytes == 4 * 2 * sum(range(PROMPT, PROMPT + STEPS)) * 32 * 4
         with closing(open_live(attached, CASES["kivi"], placement="host", link=link)) as session:
             force(session, (PROMPT, PROMPT))
             codec = session.stores[2].codec

@@ -3,11 +3,7 @@
 import random
 
 import pytest
-import torch
 
-from harness.errors import UserError
-from harness.model.attach import attach
-from harness.model.passes import Handler
 from harness.model.tiny import tiny_model
 from harness.run.cli import main
 from harness.scoring import perplexity
@@ -41,29 +37,6 @@ def test_an_overflow_is_one_line(kind, settings, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(perplexity, "score_rows", lambda *_: pytest.fail("the first window's pass is refused"))
     assert main([*KINDS[kind].split(), "method=h2o", "model.dtype=float16", *settings]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == SAID
-
-
-class Empty(Handler):
-    """Attention that reads nothing."""
-
-    def attention(self, layer, query, key, value):
-        return torch.zeros_like(query).transpose(1, 2)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rows", "refused"), [("float16", 2, True), ("float16", 1, False), ("bfloat16", 2, False)]
-)
-def test_only_float16_is_looked_at_and_no_step(dtype, rows, refused):
-    model = tiny_model("llama", num_key_value_heads=2).to(getattr(torch, dtype))
-    ids = torch.arange(3, 3 + rows)[None]
-    with attach(model) as attached:
-        model.model.layers[0].mlp.down_proj.weight.data.fill_(6e4)  # once it is checked
-        if refused:
-            with pytest.raises(UserError, match="float16.*bfloat16 or float32"):
-                attached.forward(ids, ids, Empty())
-        else:
-            hidden = attached.forward(ids, ids, Empty())
-            assert bool(hidden.isfinite().all()) == (dtype == "bfloat16")
 
 
 @pytest.fixture(scope="module")

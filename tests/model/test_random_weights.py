@@ -91,7 +91,7 @@ def test_attach_calibrates_on_random_ids(folder):
 
 
 REFUSED = {
-    "experiment=tasks": "model.weights=random: kind=tasks reads text, and there is no tokenizer for llama2-7b here",
+    "experiment=tasks": "model.weights=random: kind=tasks reads text, and random weights read random token ids",
     "corpus.path={file}": "corpus.path={file}: model.weights=random reads random token ids; leave it out",
 }
 
@@ -104,13 +104,6 @@ def test_what_needs_text_is_refused_before_weights_are_made(word, runs, capsys, 
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {REFUSED[word].format(file=file)}")
     assert runs.loads == []
-
-
-def test_tasks_run_where_there_is_a_tokenizer(folder, capsys):
-    byte_tokenizer().save_pretrained(folder)
-    tasks = ["experiment=tasks", "tasks=[kv_recall]", "num_samples=2", "too_long=truncate"]
-    assert main(["method=full", *tasks, *settings(folder)]) == 0
-    assert record("tasks")["metrics"]["kv_recall"]["num_samples"] == 2
 
 
 def test_other_weights_have_no_random_ids():

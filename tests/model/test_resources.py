@@ -1,28 +1,11 @@
 """What runs share: one model at a time, and nothing of another one."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
-from harness.model.dense_prompts import DensePrompts
-from harness.model.resources import Memo, Resources
+from harness.model.resources import Resources
 from harness.settings.config import ModelConfig
 
-
-@dataclass
-class Loaded:
-    """A model of which only the kept prompts are looked at."""
-
-    prompts: DensePrompts | None = None
-
-
 ONE, OTHER = ModelConfig("one"), ModelConfig("other")
-
-
-def test_values_are_made_once_and_the_oldest_leaves_before_the_next_is_made():
-    memo, made = Memo(limit=2), []
-    for key in "abacba":
-        memo.get(key, lambda key=key: made.append((key, list(memo._values))) or key)
-    assert made == [("a", []), ("b", ["a"]), ("c", ["b"]), ("a", ["c"])]
 
 
 def test_a_model_is_loaded_once_for_equal_settings_and_takes_what_depends_on_it_along(monkeypatch):
@@ -36,14 +19,3 @@ def test_a_model_is_loaded_once_for_equal_settings_and_takes_what_depends_on_it_
     assert resources.references.get("window", lambda: 2) == 1
     assert resources.model(OTHER).name == "other" and loads == ["one", "other"]
     assert resources.references.get("window", lambda: 2) == 2
-
-
-def test_a_run_counts_once_however_often_it_asks_for_the_model(monkeypatch):
-    """Else prompts of the run before would count as unused, and leave."""
-    monkeypatch.setattr("harness.model.load.load_model", lambda config: Loaded())
-    resources = Resources()
-    resources.shares_prompts = True
-    for run in 1, 2:
-        resources.begin_run()
-        for _ in range(2):
-            assert resources.model(ModelConfig("one", device="cpu")).prompts.run == run

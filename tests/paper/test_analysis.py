@@ -20,7 +20,7 @@ from harness.model.passes import Handler
 from harness.model.resources import Resources
 from harness.model.shape import as_config
 from harness.model.tiny import MAX_LENGTH, tiny_model
-from harness.paper import analysis, observed
+from harness.paper import analysis
 from harness.paper.analysis import kv_bytes, run_analysis, run_memory
 from harness.run.cli import main
 from harness.run.compose import load
@@ -38,7 +38,7 @@ Points = dict[tuple[str, int | None, str, float | None], dict]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks that do not divide the length."""
-    monkeypatch.setattr(observed, "ROWS", 7)
+    monkeypatch.setattr(analysis, "ROWS", 7)
 
 
 @pytest.fixture

@@ -106,16 +106,17 @@ def test_setup_refuses_an_unsupported_interpreter(checkout, python, message):
 
 
 CHOSEN = {
-    "accuracy DATA=offline": "experiment=accuracy model=smollm2-135m platform=cpu data=offline",
-    "accuracy DATA=local MODEL=opt-13b": "experiment=accuracy-paper model=opt-13b platform=cpu data=local",
-    "accuracy DATA=hub ARGS=seed=3": "experiment=accuracy-paper model=smollm2-135m platform=cpu data=hub seed=3",
-    "paper": "experiment=paper-small model=smollm2-135m platform=cpu data=offline results_dir=outputs",
-    "paper DATA_ROOT=texts": "experiment=paper-small model=smollm2-135m platform=cpu sweep.data_root=texts "
+    "accuracy DATA=offline": "experiment=accuracy sweep.scale=small model=smollm2-135m platform=cpu data=offline",
+    "accuracy DATA=local MODEL=opt-13b": "experiment=accuracy sweep.scale=paper model=opt-13b platform=cpu data=local",
+    "accuracy DATA=hub ARGS=seed=3": "experiment=accuracy sweep.scale=paper model=smollm2-135m platform=cpu data=hub "
+    "seed=3",
+    "paper": "experiment=paper sweep.scale=small model=smollm2-135m platform=cpu data=offline results_dir=outputs",
+    "paper DATA_ROOT=texts": "experiment=paper sweep.scale=small model=smollm2-135m platform=cpu sweep.data_root=texts "
     "results_dir=outputs",
-    "paper MODEL=opt-13b DATA_ROOT=texts RESULTS=r": "experiment=paper model=opt-13b platform=cpu data=local "
-    "data.root=texts sweep.data_root=texts results_dir=r",
-    "paper MODEL=opt-13b DATA=hub PLATFORM=cuda ARGS=seed=3": "experiment=paper model=opt-13b platform=cuda data=hub "
-    "data.root=null sweep.data_root=hub results_dir=outputs seed=3",
+    "paper MODEL=opt-13b DATA_ROOT=texts RESULTS=r": "experiment=paper sweep.scale=paper model=opt-13b platform=cpu "
+    "data=local data.root=texts sweep.data_root=texts results_dir=r",
+    "paper MODEL=opt-13b DATA=hub PLATFORM=cuda ARGS=seed=3": "experiment=paper sweep.scale=paper model=opt-13b "
+    "platform=cuda data=hub data.root=null sweep.data_root=hub results_dir=outputs seed=3",
 }
 
 

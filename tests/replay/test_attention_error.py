@@ -69,7 +69,7 @@ def both(model, case: Case, batch=BATCH, calls=(4,), with_recall: bool = False) 
                     for head in range(geometry.num_heads):
                         kv_head = head // geometry.group
                         keys, values = (list(of[b, kv_head, first : column + 1]) for of in (key, value))
-                        softmax = attached.softmaxes[layer]
+                        softmax = attached.layers[layer].softmax
                         full = plain_output(softmax, head, query[b, head, column], keys, values)
                         off = np.linalg.norm(output[b, row, head] - full)
                         expected[number, at, head] = off / np.linalg.norm(full)

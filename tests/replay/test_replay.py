@@ -335,25 +335,6 @@ def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(mon
     assert full.free == 1000, "what does not fit is not kept"
 
 
-def test_a_prompt_that_no_run_asks_for_any_more_leaves_for_another(monkeypatch):
-    passes, forward = [], Attached.forward
-    monkeypatch.setattr(Attached, "forward", lambda *args, **named: passes.append(1) or forward(*args, **named))
-    one, other = torch.tensor([[3, 5, 7, 9]]), torch.tensor([[4, 6, 8, 10]])
-    real = torch.ones_like(one, dtype=torch.bool)
-    room = DensePrompts(2**20)
-    with attach(tiny("gqa"), room) as attached:
-        shared_prompt(attached, one, real, needs_inputs=False)
-    prompts = DensePrompts(2**20 - room.free)  # room for one of them
-    runs = [(one, True), (one, False), (other, None), (other, True), (other, False), (one, None)]
-    with attach(tiny("gqa"), prompts) as attached:
-        for prompts.run, (asked, is_run) in enumerate(runs):
-            del passes[:]
-            kept = shared_prompt(attached, asked, real, needs_inputs=False)
-            assert (kept is None) == (is_run is None), "no room for it yet"
-            assert bool(passes) == bool(is_run), f"run {prompts.run}"
-            assert prompts.free == 0
-
-
 def test_a_prompt_is_kept_in_half_of_what_the_disk_has_free_then(monkeypatch):
     """Another process may have filled it since the first."""
     ids, disk = torch.tensor([[3, 5, 7, 9]]), SimpleNamespace(free=2**20)

@@ -16,12 +16,10 @@ import pandas as pd
 import pytest
 from matplotlib.text import Text
 
-from harness import report
-from harness.results import board, board_page
+from harness.results import board
 from harness.results import write as tables
-from harness.results.board_evidence import ANSWERS, SHAPES, STEPS, TEXTS
-from harness.results.board_page import first_board
-from harness.results.board_rows import COSTS, ORACLES, fronts
+from harness.results.board import first_board
+from harness.results.board_rows import ANSWERS, ORACLES, SHAPES, STEPS, TEXTS, fronts
 from harness.results.columns import csv_of, read_frame
 from harness.results.samples import clustered_stderr
 from harness.results.stats import LEVEL, estimates, holm
@@ -29,9 +27,8 @@ from harness.run.compose import load
 from harness.settings.schema import CONF_DIR
 from plots import style
 from plots.drawing import figure_of
-from tests.report.test_report import Page
 from tests.results.test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, shares
-from tests.runs import refusal_of, rows_at
+from tests.runs import refusal_of
 
 Rows = list[dict[str, Any]]
 
@@ -67,6 +64,11 @@ def plain_estimate(windows: pd.DataFrame) -> tuple[float, float, float]:
     return theta, variance, variance**2 / below
 
 
+def wide(windows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """The values as `estimates` takes them."""
+    return windows.pivot(index=["model", "part", "place"], columns=list(columns) or "all", values="value")
+
+
 def layout(places_of_models: Sequence[int], num_texts: int = 3) -> pd.DataFrame:
     """Windows: with fewer places every second of the others', as experiment=board lays them."""
     found: Rows = []
@@ -74,7 +76,7 @@ def layout(places_of_models: Sequence[int], num_texts: int = 3) -> pd.DataFrame:
     for (number, count), text in itertools.product(enumerate(places_of_models), range(num_texts)):
         for place in range(count):
             found.append({"model": f"m{number}", "part": f"t{text}", "place": place * most // count})
-    return pd.DataFrame(found).assign(weight=1, all=0)
+    return pd.DataFrame(found).assign(all=0)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_an_estimate_is_the_plain_reference(places_of_models, num_texts):
     rng = np.random.default_rng(0)
     windows = windows.assign(value=rng.normal(0.3, 1 + windows.part.str[1:].astype(int)))
     others = windows.assign(all=1, value=rng.normal(size=len(windows)))
-    found = estimates(pd.concat([windows, others]), ["all"]).loc[0]
+    found = estimates(wide(pd.concat([windows, others]))).loc[0]
     theta, variance, degrees = plain_estimate(windows)
     assert found["mean"] == pytest.approx(theta) and found.stderr == pytest.approx(math.sqrt(variance))
     assert found.degrees == int(degrees + 1e-9)
@@ -99,20 +101,18 @@ def test_over_models_the_models_are_the_sample():
     shifts = windows.model.map({"m0": -1.0, "m1": 0.2, "m2": 0.5})
     windows["value"] = shifts + 0.01 * rng.normal(size=len(windows))
     means = windows.groupby("model").value.mean()  # of equally long texts
-    found, within = (estimates(windows, ["all"], over_models=over).loc[0] for over in (True, False))
+    found, within = (estimates(wide(windows), over_models=over).loc[0] for over in (True, False))
     assert found["mean"] == pytest.approx(means.mean()) == pytest.approx(within["mean"])
     assert found.stderr == pytest.approx(means.std() / 3**0.5) and found.degrees == 2
     assert found.stderr > 5 * within.stderr, "models that differ"
-    alone = windows[windows.model == "m0"]
-    pd.testing.assert_frame_equal(
-        estimates(alone, ["all"]), estimates(alone, ["all"], over_models=True), check_dtype=False
-    )
+    alone = wide(windows[windows.model == "m0"])
+    pd.testing.assert_frame_equal(estimates(alone), estimates(alone, over_models=True), check_dtype=False)
 
 
 def test_questions_weigh_as_many_as_there_are():
     right, asked = np.array([8, 4, 1, 0]), np.array([8, 8, 4, 4])
-    contexts = pd.DataFrame({"model": "m", "part": "task", "place": range(4), "all": 0, "weight": asked})
-    found = estimates(contexts.assign(value=right / asked), ["all"]).loc[0]
+    contexts = pd.DataFrame({"model": "m", "part": "task", "place": range(4), "all": 0, "value": right / asked})
+    found = estimates(wide(contexts), pd.Series(asked, wide(contexts).index)).loc[0]
     assert found["mean"] == pytest.approx(13 / 24)
     clusters = np.repeat(range(4), asked)  # each question by itself, questions of a context in one cluster
     values = np.concatenate([np.arange(total) < count for count, total in zip(right, asked, strict=True)])
@@ -138,11 +138,11 @@ def simulated(windows: pd.DataFrame, draws: int, shared: float, seed: int) -> pd
 @pytest.mark.parametrize("shared", [0.0, 0.7])
 def test_intervals_cover_the_mean_of_correlated_models(shared):
     values = simulated(layout((8, 8, 4, 4)), 1500, shared, seed=1)
-    found = estimates(values, ["all"])
+    found = estimates(wide(values))
     covered = ((found.low <= 0) & (found.high >= 0)).mean()
     assert 0.935 <= covered <= 0.985
     if shared:
-        of_one_place = estimates(values.assign(place=values.model + values.place.astype(str)), ["all"])
+        of_one_place = estimates(wide(values.assign(place=values.model + values.place.astype(str))))
         covered = ((of_one_place.low <= 0) & (of_one_place.high >= 0)).mean()
         assert covered < 0.88, "windows of one place are not independent"
 
@@ -170,7 +170,7 @@ def test_equal_methods_are_seldom_told_apart():
     pairs = []
     for one, other in itertools.combinations(logs, 2):
         pairs.append(one.assign(value=one.value - other.value, other=other.method))
-    found = estimates(pd.concat(pairs), ["all", "method", "other"])
+    found = estimates(wide(pd.concat(pairs), "all", "method", "other"))
     is_apart = found.groupby("all").p.transform(holm) <= LEVEL
     assert is_apart.groupby("all").any().mean() <= 0.08, "at most 5 % of tables, all pairs together"
 
@@ -339,16 +339,15 @@ def test_a_front_has_the_methods_that_none_beats_at_a_cost():
         row: dict[str, Any] = {f"{name}_{end}": value for name, value in costs.items() for end in ("low", "high")}
         row |= {"method": rng.choice(["quest", "h2o", *ORACLES]), "apart": rng.choice(["", "", "lacks x"])}
         row["family"] = "evicts" if row["method"] == "h2o" else "retrieves"
-        row |= {"kl_nats": rng.random(), "seq_len": rng.choice([1, 2]), "over": "all models"}
+        row |= {"kl_nats": rng.random(), "seq_len": rng.choice([1, 2])}
         rows.append(row | {"step_s": rng.choice([math.nan, rng.uniform(0.1, 0.11)])})
     margins = {"link": (0.01, 0), "link + device": (0, 0), "resident": (0, 0), "step time": (0, 0.01)}
-    assert list(margins) == list(COSTS)
 
     def cost(row: dict[str, Any], name: str) -> float:
         step = math.inf if math.isnan(row["step_s"]) else row["step_s"]
         link, device, resident = row["budget_low"], row["device_frac_low"], row["resident_frac_low"]
         moved = device if row["family"] == "evicts" else link + device  # what is kept lies on the device
-        return dict(zip(COSTS, (link, moved, resident, step), strict=True))[name]
+        return dict(zip(margins, (link, moved, resident, step), strict=True))[name]
 
     found = fronts(pd.DataFrame(rows))
     assert found.str.contains("link, link + device", regex=False).any()
@@ -446,6 +445,13 @@ def test_a_method_on_one_further_model_leaves_the_table_as_it_was(results):
     assert set(rows[rows.over == "own"].label) == {"Oracle", "Mine"}, "a board of its own"
 
 
+def test_a_model_with_few_methods_that_comes_first_is_no_first_board(tmp_path):
+    put(tmp_path, TEXTS, window_rows("own", 8, ["Near"]))
+    put(tmp_path / "other", TEXTS, window_rows("big", 8))
+    rows = made(tmp_path)
+    assert set(rows.over) == {"big"} and list(rows.label) == ["Near", "Alike", "Oracle", "Far"]
+
+
 def test_one_text_and_one_window_have_no_interval(tmp_path):
     put(tmp_path, TEXTS, [row for row in window_rows("big", 1) if row["text"] == "book"])
     rows = made(tmp_path)
@@ -514,7 +520,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     def refused(said: str) -> None:
         assert re.search(said, refusal_of(board.main, [str(tmp_path)], capsys))
 
-    refused(r"no tables/board-texts.csv in it or in a folder within it; `.*experiment=board` makes one")
+    refused(r"no tables/board-texts.csv with a budget in it or in a folder within it; `.*experiment=board` makes one")
     put(tmp_path, TEXTS, [*window_rows("big", 4), *window_rows("big", 4, ["Far"], method="tova", run_id="2")])
     refused(r"label=Far: two methods have it \(h2o, tova\); give each its own")
     path = tmp_path / "tables" / f"{TEXTS}.csv"
@@ -526,16 +532,17 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
 # Claims
 
 
-def judged(results: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> list[str]:
-    """What the page says of a claim: the verdict over all models, and where it holds, is not told apart, fails."""
-    monkeypatch.setitem(board_page.SAYS, "claims", [{"claim": "it is so", "label": "Near"} | fields])
-    lines = lines_of(board.write(results).read_text(), "it is so")
-    return [lines[0][3].partition(":")[0], *lines[0][5:]] if lines else []
+def judged(results: Path, monkeypatch: pytest.MonkeyPatch, *claims: dict[str, Any]) -> list[list[str]]:
+    """What the page says of each claim: the verdict over all models, and where it holds, is not told apart, fails."""
+    named = [{"claim": f"claim {at}", "label": "Near"} | fields for at, fields in enumerate(claims)]
+    monkeypatch.setitem(board.SAYS, "claims", named)
+    page = board.write(results).read_text()
+    found = [lines_of(page, claim["claim"]) for claim in named]
+    return [[lines[0][3].partition(":")[0], *lines[0][5:]] if lines else [] for lines in found]
 
 
-@pytest.mark.parametrize(
-    ("fields", "verdict"),
-    [
+def test_a_claim_is_judged_on_each_model(results, monkeypatch):
+    claims = [
         ({"ratio": 1}, "holds"),
         ({"ratio": 0.4}, "does not hold"),
         ({"ratio": 0.5}, "not told apart"),
@@ -543,34 +550,32 @@ def judged(results: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> lis
         ({"answers_difference": 0}, "not told apart"),
         ({"answers_difference": -0.35}, "holds"),
         ({"label": "Far", "answers_difference": -0.05}, "does not hold"),
-    ],
-)
-def test_a_claim_is_judged_on_each_model(results, monkeypatch, fields, verdict):
-    found = judged(results, monkeypatch, **fields)
-    on_all = ["all 3 models" if words == verdict else "-" for words in ("holds", "not told apart", "does not hold")]
-    assert found == [verdict, *on_all]
+    ]
+    found = judged(results, monkeypatch, *(fields for fields, _ in claims))
+    for (fields, verdict), line in zip(claims, found, strict=True):
+        sides = ("holds", "not told apart", "does not hold")
+        assert line == [verdict, *("all 3 models" if side == verdict else "-" for side in sides)], fields
 
 
 def test_a_claim_at_another_budget_or_on_other_questions_is_not_judged(results, monkeypatch):
     add_windows(results, ["Paged"], budget=0.115)  # with the oracle's, the mean is within a point of 10 %
-    assert judged(results, monkeypatch, label="Paged", ratio=9) == []
+    assert judged(results, monkeypatch, {"label": "Paged", "ratio": 9}) == [[]]
     for others in ({"asked": 16}, {"prompt_len": 950}):
         for folder, (model, _) in MODELS.items():
-            put(
-                results / folder, ANSWERS, [*answer_rows(model, ["Full cache"]), *answer_rows(model, ["Far"], **others)]
-            )
-        assert judged(results, monkeypatch, label="Far", answers_difference=-0.9) == []
+            asked = [*answer_rows(model, ["Full cache"]), *answer_rows(model, ["Far"], **others)]
+            put(results / folder, ANSWERS, asked)
+        assert judged(results, monkeypatch, {"label": "Far", "answers_difference": -0.9}) == [[]]
         assert math.isnan(made(results).answers["Far"])
 
 
 def test_a_claim_that_fails_on_one_model_names_the_others(results, monkeypatch):
     rows = read_frame(results / "third" / "tables" / f"{TEXTS}.csv")
     put(results / "third", TEXTS, rows.assign(kl_nats=rows.kl_nats * np.where(rows.label == "Near", 3, 1)))
-    assert judged(results, monkeypatch, ratio=1) == ["not told apart", "big, small", "-", "slow"]
+    assert judged(results, monkeypatch, {"ratio": 1}) == [["not told apart", "big, small", "-", "slow"]]
 
 
 def test_readme_names_methods_that_there_are():
-    named = {*board_page.SAYS["readme"]["methods"], *(claim["label"] for claim in board_page.SAYS["claims"])}
+    named = {*board.SAYS["readme"]["methods"], *(claim["label"] for claim in board.SAYS["claims"])}
     labels = {load([f"method={path.stem}"]).label for path in (CONF_DIR / "method").glob("*.yaml")}
     assert named <= labels
 
@@ -637,76 +642,56 @@ def test_a_run_replaces_its_shipped_windows_and_no_others(tmp_path):
     assert rows[rows.label == "Near"].shipped.tolist() == ["yes"] * 4
 
 
-def test_shipping_marks_what_was_measured(results):
+def test_shipping_marks_what_was_measured_and_the_same_evidence_gives_the_same_bytes(results):
     for name in (TEXTS, ANSWERS):
         put(results, name, read_frame(results / "tables" / f"{name}.csv").assign(shipped=""))
-    board.write(results)
-    before = (results / "tables" / "board-methods.csv").read_bytes()
-    tables.ship(results)
-    for name in (TEXTS, ANSWERS):
-        assert set(read_frame(results / "tables" / f"{name}.csv").shipped) == {"yes"}
-    assert (results / "tables" / "board-methods.csv").read_bytes() == before, "made anew by the board"
-
-
-def test_the_same_evidence_gives_the_same_bytes(results):
     board.write(results)
     first = {path: path.read_bytes() for path in results.rglob("board*")}
     board.write(results)
     assert all(path.read_bytes() == content for path, content in first.items())
+    tables.ship(results)
+    for name in (TEXTS, ANSWERS):
+        assert set(read_frame(results / "tables" / f"{name}.csv").shipped) == {"yes"}
+    made_of_others = results / "tables" / "board-methods.csv"
+    assert made_of_others.read_bytes() == first[made_of_others], "made anew by the board"
+
+
+def drawn(results: Path, name: str) -> Any:
+    """A figure of the results' board."""
+    board.write(results)
+    with style.applied():
+        figure = figure_of(results, name)
+        if figure is not None:
+            figure.draw_without_rendering()
+    return figure
 
 
 def test_the_figure_has_a_panel_a_budget_and_a_line_a_method(results):
     add_windows(results, seq_len=4096)
     add_windows(results, asked_budget=0.05, budget=0.05)
     add_windows(results, ["Paged"], budget=0.2)
-    board.write(results)
-    with style.applied():
-        figure = figure_of(results, "board")
-        assert figure is not None
-        figure.draw_without_rendering()
-    small, large = figure.axes
+    figure = drawn(results, "board")
     assert [axes.get_title() for axes in figure.axes] == ["budget 5 %", "budget 10 %"]
+    large = figure.axes[1]
     labels = [tick.get_text() for tick in large.get_yticklabels()]
     assert labels == ["Paged", "Far", "Oracle", "Alike", "Near"], "the closest on top, below what is not compared"
     xs = sorted(float(bar.lines[0].get_xdata()[0]) for bar in large.containers)
     assert xs == pytest.approx([0.5, 0.5, 0.51, 0.51, 1, 1, 2, 4, 4], rel=0.03)
-    (legend,) = figure.legends
-    assert {text.get_text() for text in legend.get_texts()} >= {"texts of 1,024 tokens", "not compared"}
     notes = " ".join(text.get_text() for text in figure.findobj(Text))
     assert "3 models, 40 windows of 1,024 tokens, 40 windows of 4,096 tokens" in notes
-    assert figure_of(results / "nothing", "board") is None
 
 
 def test_the_figure_of_ten_methods_has_a_line_each_over_all_models(results, monkeypatch):
     monkeypatch.setitem(style.REGISTRY, "budget", ["Oracle", "Near", "Far"])
-    board.write(results)
-    assert figure_of(results, "budget") is None, "of one budget there is no line"
+    assert drawn(results, "budget") is None, "of one budget there is no line"
     add_windows(results, asked_budget=0.05, budget=0.05)
-    board.write(results)
-    table = rows_at(results / "tables" / "board-methods.csv")
-    with style.applied():
-        figure = figure_of(results, "budget")
-        assert figure is not None
-        figure.draw_without_rendering()
-    (axes,) = figure.axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == (style.BUDGET_AXIS, style.KL_AXIS)
+    (axes,) = drawn(results, "budget").axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["5", "10"]
     lines = [each for each in axes.containers if not each.get_label().startswith("_")]
     assert {line.get_label() for line in lines} == {"Oracle", "Near", "Far"}
+    rows = first_board(read_frame(results / "tables" / "board-methods.csv")).set_index(["label", "asked_budget"])
     for bars in lines:
-        of_all = [row for row in table if row["over"] == table[0]["over"] and row["label"] == bars.get_label()]
-        kl = {row["asked_budget"]: row["kl_nats"] for row in of_all}
-        assert list(bars.lines[0].get_ydata()) == pytest.approx([kl[0.05], kl[0.1]])
+        kl = [rows.kl_nats[bars.get_label(), budget] for budget in (0.05, 0.1)]
+        assert list(bars.lines[0].get_ydata()) == pytest.approx(kl)
         assert list(bars.lines[0].get_xdata()) == [5, 10], "at its budgets"
-    intervals = [each for each in axes.containers if each not in lines]
-    assert len(intervals) == 2, "the oracle's ratio to itself has none"
-    for interval in intervals:
-        for x, share in zip(interval.lines[0].get_xdata(), (5, 10), strict=True):
-            assert 0 < abs(math.log(x / share)) <= 0.1, "beside its budget"
-
-
-def test_the_report_has_a_section_of_it(results):
-    board.write(results)
-    report.write_report(results)
-    text = Page((results / "report.html").read_text()).text("board")
-    assert "Every method beside the oracle" in text and "Table board-methods" in text
+    assert len(axes.containers) - len(lines) == 2, "the oracle's ratio to itself has no interval"

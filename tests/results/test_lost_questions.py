@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from harness.data.generated import MARKER, questions
-from harness.data.needles import needle_of
-from harness.data.ruler import make
+from harness.data.ruler import make, needle_of
 from harness.model.attach import attach
 from harness.replay import decode_pass as passes
 from harness.results import record as records

@@ -14,7 +14,7 @@ from scipy.stats import binomtest, ttest_1samp
 from harness.results import sheet as sheets
 from harness.results import stats
 from harness.results import write as tables
-from harness.results.columns import ACCURACY, names, read_frame
+from harness.results.columns import read_frame, with_columns
 from harness.results.samples import clustered_stderr, differences_of, is_full
 from harness.results.table_rows import frames_of
 from tests.results.test_tables import TEXT_METRICS, answers, save, sheet
@@ -96,24 +96,22 @@ def test_the_critical_value_has_one_degree_of_freedom_less_than_contexts():
 def scored(**fields: Any) -> pd.Series:
     """A row of a table of accuracy, of a perplexity where the fields say nothing else."""
     row = {"metric": "perplexity", "value": 12.0, "stderr": 1.0, "num_contexts": 8} | fields
-    frame = pd.DataFrame([row], columns=list(names(ACCURACY)))
-    numbers = [column.name for column in ACCURACY if column.digits is not None]
-    return sheets.with_intervals(frame.astype(dict.fromkeys(numbers, float))).iloc[0]
+    return sheets.with_intervals(with_columns(pd.DataFrame([row]), "accuracy")).iloc[0]
 
 
 @pytest.mark.parametrize(
     ("num_windows", "cell"),
     [
-        (1, "10.00; +0.30 (1 window: no interval)"),
-        (2, "10.00; +0.30 (2 windows: no interval)"),
-        (3, "10.00; +0.30 (95 %: -0.13 to +0.73)"),
-        (8, "10.00; +0.30 (95 %: +0.06 to +0.54)"),
-        (None, "10.00; +0.30 (95 %: +0.10 to +0.50)"),
+        (1, "10.00 (+0.30)"),
+        (2, "10.00 (+0.30)"),
+        (3, "10.00 (-0.13 to +0.73)"),
+        (8, "10.00 (+0.06 to +0.54)"),
+        (None, "10.00 (+0.10 to +0.50)"),
     ],
 )
 def test_a_difference_of_three_errors_counts_with_many_windows_alone(num_windows, cell):
     row = scored(value=10.0, difference=0.3, difference_stderr=0.1, num_contexts=num_windows)
-    assert sheets.show_score(row) == cell
+    assert sheets.show_cell(row) == cell
     assert (row["low"] > 0) == (num_windows in (8, None))
     assert math.isnan(row["stderr"]) == (num_windows in (1, 2))
 
@@ -122,20 +120,20 @@ def test_a_difference_of_three_errors_counts_with_many_windows_alone(num_windows
     ("change", "cell"),
     [
         ({"value": 487.54, "difference": 475.09, "difference_stderr": 256.95, "num_contexts": 8},
-         "487.5; +475 (95 %: -133 to +1,083)"),
+         "487.5 (-133 to +1,083)"),
         ({"value": 341486.192}, "341,486 ± 1"),
         ({"metric": "acc", "value": 0.0, "stderr": 0.0, "num_samples": 3}, "0 of 3"),
         ({"metric": "acc", "value": 1.0, "stderr": 0.0, "num_samples": 48}, "48 of 48"),
         ({"metric": "acc", "value": 0.5, "stderr": 0.1, "num_samples": 48}, "50.0 ± 10.0"),
         ({"metric": "acc", "value": 0.3, "stderr": 0.1, "num_samples": 3}, "30.0 ± 10.0"),  # right in part
         ({"metric": "acc", "value": 0.5, "difference": 0.0, "difference_stderr": 0.0, "num_contexts": 8},
-         "50.0; the same"),
-        ({"metric": "1024", "value": 0.0, "difference": -1.0, "difference_stderr": 0.0}, "0.0; -100 on each"),
+         "50.0 (same)"),
+        ({"metric": "1024", "value": 0.0, "difference": -1.0, "difference_stderr": 0.0}, "0.0 (-100 to -100)"),
         ({"metric": "top1_agreement", "value": 1.0, "stderr": 0.0}, "100.0"),
     ],
 )  # fmt: skip
 def test_a_score_in_words(change, cell):
-    assert sheets.show_score(scored(**change)) == cell
+    assert sheets.show_cell(scored(**change)) == cell
 
 
 # The full cache's run
@@ -250,11 +248,11 @@ def test_a_table_has_the_difference_and_a_page_and_a_terminal_say_it(tmp_path):
     assert [*rows["num_contexts"]] == [2, 2, 2] and rows.loc["Full cache", [*COMPARED]].isna().all()
     cells = {line["label"]: line["passkey acc (%)"] for line in sheet(path)}
     assert cells == {
-        "Full cache": "3 of 4", "H2O": "2 of 4; -25 (2 contexts: no interval)", "INT4": "3 of 4; the same",
+        "Full cache": "3 of 4", "H2O": "2 of 4 (-25)", "INT4": "3 of 4 (same)",
     }  # fmt: skip
     own, full = saved["method=int4"], saved["method=full"]
-    assert "3 of 4; the same" in tables.summary([own], lambda: [full, own])
-    assert "the same" not in tables.summary([own]) and "INT4" in tables.summary([own])
+    assert "3 of 4 (same)" in tables.summary([own], lambda: [full, own])
+    assert "same" not in tables.summary([own]) and "INT4" in tables.summary([own])
 
 
 def test_a_text_and_its_chunks_are_compared_with_the_full_cache_of_the_run(tmp_path):

@@ -5,6 +5,7 @@ import statistics
 import time
 from dataclasses import fields
 from itertools import count, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.links import CudaLink, LinkUse
 from harness.decode.session import LiveSession
 from harness.decode.timeline import StepClock
-from harness.results import columns
-from harness.results.step_stats import StepStats, StepTimes, deviation, stats_of, times_of
+from harness.results.columns import TABLES
+from harness.results.step_stats import StepStats, deviation, stats_of, times_of
 from harness.speed.generate import Generated
 from tests.cases import CASES
 from tests.fake_cuda import CUDA, Event, Stream, fake_streams
@@ -26,66 +27,43 @@ STEPS = [0.04, 0.01, 0.02, 0.03, 0.1]
 
 def test_times_of_five_steps_by_hand():
     times = times_of(0.5, STEPS, batch_size=3)
-    assert times == StepTimes(
-        ttft_s=0.5,
-        decode_s=pytest.approx(0.2),
-        tokens_per_s=pytest.approx(3 * 6 / 0.7),
-        decode_tokens_per_s=pytest.approx(3 / 0.04),
-        sequence_tokens_per_s=pytest.approx(25),
-        tpot_p50_s=0.03,
-        tpot_p95_s=pytest.approx(0.04 + 0.8 * 0.06),  # place 0.95 * 4 = 3.8 of the ordered five
-        tpot_p99_s=pytest.approx(0.04 + 0.96 * 0.06),
-        tpot_std_s=pytest.approx((0.005 / 4) ** 0.5),  # squared distances: 0, 9, 4, 1, 36 times 1e-4
-    )
+    assert times == {
+        "ttft_s": 0.5,
+        "decode_s": pytest.approx(0.2),
+        "tokens_per_s": pytest.approx(3 * 6 / 0.7),
+        "decode_tokens_per_s": pytest.approx(3 / 0.04),
+        "sequence_tokens_per_s": pytest.approx(25),
+        "tpot_p50_s": 0.03,
+        "tpot_p95_s": pytest.approx(0.04 + 0.8 * 0.06),  # place 0.95 * 4 = 3.8 of the ordered five
+        "tpot_p99_s": pytest.approx(0.04 + 0.96 * 0.06),
+        "tpot_std_s": pytest.approx((0.005 / 4) ** 0.5),  # squared distances: 0, 9, 4, 1, 36 times 1e-4
+    }
     longer = times_of(0.5, STEPS, batch_size=3, num_steps=10)
-    assert longer.decode_s == pytest.approx(0.4) and longer.tokens_per_s == pytest.approx(3 * 11 / 0.9)
-    assert longer.tpot_p99_s == times.tpot_p99_s
-    assert times_of(0.5, [0.25], batch_size=1).tpot_std_s is None
+    assert longer["decode_s"] == pytest.approx(0.4) and longer["tokens_per_s"] == pytest.approx(3 * 11 / 0.9)
+    assert longer["tpot_p99_s"] == times["tpot_p99_s"]
+    assert times_of(0.5, [0.25], batch_size=1)["tpot_std_s"] is None
     assert deviation([1.0]) is None and deviation([1.0, 3.0]) == pytest.approx(2**0.5)
-    assert times_of(0.5, [], batch_size=1) == StepTimes(ttft_s=0.5, decode_s=0.0)
-
-
-class MadeUpLink:
-    """A link whose clock is set by hand."""
-
-    def __init__(self) -> None:
-        self.at = 0.0
-        self.waits = 0
-
-    def now(self) -> float:
-        return self.at
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-    def has_passed(self, moment: float) -> bool:
-        return moment <= self.at
-
-    def wait_for(self, moment: float) -> None:
-        self.waits += 1
-
-    def drain(self) -> None:
-        self.waits += 1
+    assert times_of(0.5, [], batch_size=1) == {"ttft_s": 0.5, "decode_s": 0.0}
 
 
 @pytest.mark.parametrize("kept", [256, 0])
 def test_a_link_is_busy_while_a_transfer_lies_in_the_span(monkeypatch, kept):
-    """kept: sums as it goes or at the end. The second transfer begins before the span and the last ends after it; two
-    overlap, as those of several threads may."""
+    """kept: sums as it goes or at the end. The second transfer begins before the span and the last ends after it."""
     monkeypatch.setattr("harness.decode.links.TRANSFERS_KEPT", kept)
-    link = MadeUpLink()
-    use = LinkUse(link)
-    link.at = 10.0
+    waits, clock = [], SimpleNamespace(at=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.at)
+    use = LinkUse(SimpleNamespace(device=torch.device("cpu"), drain=lambda: waits.append("drain")))
+    clock.at = 10.0
     use.begin()
-    for start, end in ((7.0, 8.0), (9.0, 11.0), (12.0, 13.0), (12.5, 13.5), (12.6, 12.7)):
+    for start, end in ((7.0, 8.0), (9.0, 11.0), (12.0, 13.0), (13.0, 13.5)):
         use.add(start, end)
     for moment in (14.0, 15.0):
-        link.at = moment
+        clock.at = moment
         use.mark()
     use.add(14.5, 16.0)
     use.add(16.0, 18.0)
-    link.at = 20.0
-    assert link.waits == 0
+    clock.at = 20.0
+    assert not waits
     assert use.busy_s == pytest.approx(1.0 + 1.5 + 0.5) and use.span_s == 5.0
     assert use.busy_s == pytest.approx(3.0), "as often as one asks"
     use.mark()  # a step later
@@ -174,7 +152,7 @@ def test_the_hit_rate_is_that_of_rows_counted_one_by_one(monkeypatch, name, leng
         for _ in range(steps):
             logits = session.decode_step(logits.argmax(-1))
         stats = stats_of(session)
-        loaded = session.rows_loaded
+        loaded = int(session.traffic.loaded.num_rows)
         session.close()
     read_densely = sum(length + step for length in lengths for step in range(steps))
     read_densely *= case.method.dense_layers * attached.geometry.num_kv_heads
@@ -189,7 +167,7 @@ def test_the_hit_rate_is_that_of_rows_counted_one_by_one(monkeypatch, name, leng
 
 def test_the_names_are_those_of_the_tables():
     named = {field.name for field in fields(StepStats)}
-    assert named <= {column.name for column in columns.LATENCY}
+    assert named <= {*TABLES["latency"]}
     assert issubclass(Generated, StepStats)
 
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 
 from harness.model.load import LoadedModel
-from harness.results.columns import ACCURACY, ANALYSIS, CAPACITY, LATENCY, PUBLISHED_CSV, names
+from harness.results.columns import PUBLISHED_CSV, TABLES
 from harness.run.cli import main
 from harness.run.compose import compose
 from harness.run.sweep import read_plan
@@ -46,9 +46,10 @@ TOY = {
 }  # fmt: skip
 """By experiment, else by kind."""
 COLUMNS = {
-    "latency": (LATENCY, "total_s"), "capacity": (CAPACITY, "decode_tokens_per_s"), "analysis": (ANALYSIS, "value"),
+    "latency": ("latency", "total_s"), "capacity": ("latency", "decode_tokens_per_s"),
+    "analysis": ("analysis", "value"),
 }  # fmt: skip
-"""By experiment, else by kind: what its table has, and what was measured. Any other kind is of accuracy."""
+"""By experiment, else by kind: its shape of table, and what was measured. Any other kind is of accuracy."""
 SOURCES = {name: "emulated" for name, kind in KINDS.items() if kind == "latency"} | {
     "fig2": "modelled",
     "disk": "measured",
@@ -73,12 +74,12 @@ def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
     toy = TOY.get(name) or TOY[KINDS[name]]
     assert main([f"experiment={name}", "sweep=null", *texts, *rate, *toy]) == 0
     assert "smollm2-135m" in capsys.readouterr().out.splitlines()[0]
-    columns, value = COLUMNS.get(name) or COLUMNS.get(KINDS[name], (ACCURACY, "value"))
+    shape, value = COLUMNS.get(name) or COLUMNS.get(KINDS[name], ("accuracy", "value"))
     experiment = FILES[name].experiment  # the figures of speed share one
     table = "capacity" if name == "capacity" else experiment
     with Path(f"outputs/tables/{table}.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    assert tuple(rows[0]) == names(columns)
+    assert tuple(rows[0]) == TABLES[shape]
     assert {(row["experiment"], row["source"]) for row in rows} == {(experiment, SOURCES.get(name, "measured"))}
     assert all(math.isfinite(float(row[value])) for row in rows)
     in_paper = {line.partition(",")[0] for line in PUBLISHED_CSV.read_text().splitlines()}

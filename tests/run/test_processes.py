@@ -3,7 +3,6 @@ nothing is computed twice, and the same command ends with the same tables."""
 
 import errno
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from harness.run import all_runs, runner
 from harness.run.compose import load
 from harness.run.runner import Run, run
 from tests.dying import linger
-from tests.runs import letters, outcome, rows_at
+from tests.runs import letters, outcome
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,39 +98,6 @@ def test_a_file_system_without_locks_is_named(runs, configs, monkeypatch, caplog
     assert caplog.text.count("outputs: its file system has no locks; start one process at a time") == 1
 
 
-LAUNCHERS = {
-    "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
-    "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"],
-}
-
-
-def launched(launcher: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> subprocess.CompletedProcess:
-    """A sweep of accuracy of a tiny model, whose jobs a launcher of Hydra starts."""
-    pytest.importorskip(f"hydra_plugins.hydra_{launcher}_launcher")
-    tiny_model("llama", num_key_value_heads=2).save_pretrained(folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
-    text = letters(folder, monkeypatch, 1000)
-    toy = [f"model.path={folder / 'model'}", "budget=null", "seq_len=200", "prefill_len=100", "num_windows=1"]
-    toy += [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "run.py"), "-m", *LAUNCHERS[launcher], *words, *toy]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def test_shares_of_a_grid_run_as_jobs(tmp_path, monkeypatch):
-    """One run of conf/experiment/choices.yaml makes all layers of a tiny model dense, which no other job notices."""
-    done = launched("joblib", monkeypatch, tmp_path, "experiment=choices", "sweep.share=1/2,2/2")
-    found = records.read_records(tmp_path / "outputs", "choices")
-    statuses = {record["config"]["label"]: record["status"] for record in found}
-    (failed,) = (label for label, status in statuses.items() if status != "finished")
-    assert failed == "InfiniGen, dense_layers=4" and len(statuses) == 7
-    rows = rows_at(tmp_path / "outputs/tables/choices.csv")
-    assert {row["label"] for row in rows if not row["shipped"]} == set(statuses) - {failed}, "of both jobs"
-    said = f"error: 1 of [34] runs failed; the first, choices {failed}: .*must be < 4 layers"
-    assert done.returncode == 2 and re.match(said, done.stderr.splitlines()[-1]), done.stderr
-    assert re.search(r"\[HYDRA\]\s+#1 : ", done.stdout), "which jobs began"
-
-
 ONCE = """from dataclasses import dataclass
 import os, signal
 from pathlib import Path
@@ -154,9 +120,19 @@ class Once(PromptEvicting):
 
 
 def test_a_job_whose_time_is_over_begins_again(tmp_path, monkeypatch):
-    """Beside one that is refused, which it does not notice."""
+    """Of a sweep whose jobs a launcher of Hydra starts, beside one that is refused, which it does not notice."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     (tmp_path / "once.py").write_text(ONCE)
-    done = launched("submitit", monkeypatch, tmp_path, "method=./once.py", "method.dense_layers=1,-1")
+    tiny_model("llama", num_key_value_heads=2).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    text = letters(tmp_path, monkeypatch, 1000)
+    words = ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5", "method=./once.py"]
+    words += ["method.dense_layers=1,-1", f"model.path={tmp_path / 'model'}", "seq_len=200", "prefill_len=100"]
+    words += ["num_windows=1", f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     said = "".join(log.read_text() for log in tmp_path.glob("outputs/runs/.sweep/.submitit/*/*_log.out"))
     assert said.count("Requeued job") == 1 and "perplexity Once: interrupted before, run again" in said
     found = records.read_records(tmp_path / "outputs", "perplexity")

@@ -15,8 +15,7 @@ from omegaconf import OmegaConf
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from harness.results import board, tuned
-from harness.results.board_evidence import step_at, step_seconds, timed_step
-from harness.results.board_rows import ORACLES
+from harness.results.board_rows import ORACLES, step_at, step_seconds, timed_step
 from harness.results.columns import csv_of
 from harness.run import cli
 from harness.run.compose import choices, compose, load
@@ -132,7 +131,7 @@ def test_the_board_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
     coded = [what_runs(config)[2:] for config in configs if config.codec == "int8"]
     assert coded == [*oracle, *quest] * 3 + oracle + quest[1:] + quest * 3, "the number of the plain row"
     assert {config.group_size for config in configs if config.codec == "int8"} == {16}
-    assert {config.task.num_sentences for config in configs} == {40}, "as long as the shorter windows"
+    assert {config.task.known.num_sentences for config in configs} == {40}, "as long as the shorter windows"
     timed = [config.latency for config in configs if config.kind == "latency"]
     assert {(config.batch_size, config.prompt_len, config.gen_len) for config in timed} == {(4, 1024, 24)}
     assert all(config.corpus.spread for config in configs)
@@ -169,15 +168,6 @@ def test_without_data_and_longer_windows_a_board_remains():
 def what_runs(config: RunConfig) -> tuple[Any, ...]:
     text = config.corpus.name if config.kind == "perplexity" else config.kind
     return text, config.seq_len, config.method_name, config.budget, config.method.dense_layers
-
-
-@pytest.mark.parametrize(
-    ("model", "counts"), [("smollm2-135m", (8, 128)), ("qwen2.5-coder-0.5b", (4, 64)), ("opt-125m", (4, 32))]
-)
-def test_slower_models_get_fewer_windows_and_questions(model, counts):
-    sweep = compose(["experiment=board", f"model={model}"]).sweep
-    assert (sweep.windows, sweep.questions) == counts
-    assert compose(["experiment=board", f"model={model}", "sweep.windows=3"]).sweep.windows == 3
 
 
 def test_an_entry_is_lenient_only_where_it_says_so():

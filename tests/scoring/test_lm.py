@@ -1,9 +1,8 @@
 """Log-likelihoods and texts through replay: HFLM's for the full cache, live decoding's tokens for every method, and no
 trace of how work was shared."""
 
-import io
-import sys
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -15,20 +14,17 @@ from harness.decode.session import generate as live_texts
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.budgets import SHARES, ReadStats
-from harness.model.dense_prompts import DensePrompts
 from harness.model.load import LoadedModel
-from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.results.record import settings_id
 from harness.run.compose import load
-from harness.scoring import answers
 from harness.scoring.answers import Request, Score, score
-from harness.scoring.evaluation import ReplayEngine, decode_rows
-from harness.scoring.lm import Prefill, ReplayLM
+from harness.scoring.lm import ReplayLM, decode_rows
+from harness.scoring.planning import Prefill
 from harness.scoring.question import QuestionFinder
 from harness.scoring.writing import Written, generate
-from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig, TaskConfig
+from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
 from methods.full import Full
 from tests.cases import CASES
 from tests.living import endless, open_live, setup_of, tiny
@@ -93,11 +89,17 @@ def written(requests: list[Request], name: str = "full") -> tuple[list[list[int]
     return [each.tokens for each in found], reads
 
 
-def language_model(prefill=DENSE, *, family="gqa", max_length=MAX_LENGTH, tokenizer=TOKENIZER, **options) -> ReplayLM:
-    """Scores and texts of the full cache, where `options` have no others."""
-    workers = {"scorer": lambda asked: scored(asked, family=family)[0], "generator": lambda asked: generated(asked)[0]}
-    loaded = LoadedModel(tiny(family), tokenizer, "tiny", max_length)
-    lm = ReplayLM(loaded, prefill, **(workers | options))
+defaults = cache(lambda: load(["experiment=tasks"]))
+
+
+def language_model(
+    prefill=DENSE, *, name="full", family="gqa", max_length=MAX_LENGTH, tokenizer=TOKENIZER, about=None, **settings
+) -> ReplayLM:
+    """Scores and texts of a case. about: changes of how it is prompted; settings: of the run."""
+    config = replace(defaults(), task=replace(defaults().task, **(about or {})), **settings)
+    lm = ReplayLM(config, LoadedModel(tiny(family), tokenizer, "tiny", max_length), "task", prefill)
+    lm.score = lambda asked: scored(asked, name, family)[0]
+    lm.generate = lambda asked: generated(asked, name)[0]
     lm.cache_hook.dbdict = {}
     return lm
 
@@ -108,35 +110,17 @@ def hflm(family: str = "gqa", max_length: int = MAX_LENGTH, batch_size: int = 2)
 
 def planned(asked: list[Instance], prefill=DENSE, **options) -> list[Request]:
     """What is asked of the model, which does not answer."""
-    workers = {
-        "scorer": lambda each: [Score(0.0, False)] * len(each),
-        "generator": lambda each: [Written([5], False)] * len(each),
-    }
-    lm = language_model(prefill, **(workers | options))
+    lm = language_model(prefill, **options)
+    lm.score = lambda each: [Score(0.0, False)] * len(each)
+    lm.generate = lambda each: [Written([5], False)] * len(each)
     getattr(lm, asked[0].request_type)(asked)
     return lm.requests
 
 
-def engine_of(*settings: str) -> ReplayEngine:
-    """The engine of a run of tasks on the tiny model."""
+def run_of(*settings: str) -> ReplayLM:
+    """A run of a task on the tiny model."""
     loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH)
-    return ReplayEngine(load(["experiment=tasks", *settings]), loaded, "task", io.StringIO())
-
-
-def work_of(monkeypatch) -> list[tuple[str, int, int]]:
-    """Each prefill and decode of a session from now on: its name, real tokens, and tokens with the padding."""
-    calls = []
-
-    def counted(name, function):
-        def count(self, ids, valid, multiplicity=None):
-            calls.append((name, int(valid.sum()), ids.numel()))
-            return function(self, ids, valid, multiplicity)
-
-        return count
-
-    for name in ("prefill", "decode"):
-        monkeypatch.setattr(ReplaySession, name, counted(name, getattr(ReplaySession, name)))
-    return calls
+    return ReplayLM(load(["experiment=tasks", *settings]), loaded, "task", DENSE)
 
 
 def furthest(scores: list[Score], others: list[Score]) -> float:
@@ -200,7 +184,7 @@ def test_what_is_asked_for_a_text():
     assert found.prefill_len == (found.context_len + 9) // 2
 
 
-CUT = {"about": TaskConfig(too_long="truncate")}
+CUT = {"about": {"too_long": "truncate"}}
 ROLLING = choices([(TEXTS[1],)], kind="loglikelihood_rolling")
 REFUSED = {
     "question 0: prefill=question finds no .* not there": (choices([("no separator", " x")]), {"prefill": QUESTION}),
@@ -216,7 +200,7 @@ REFUSED = {
         choices([("a\n\nQ: rather long?\nA:", " yes")]),
         CUT | {"prefill": QUESTION, "max_length": 15},
     ),
-    "model tiny has no tokenizer": (choices([("a", " b")]), {"tokenizer": None}),
+    "this model has no tokenizer": (choices([("a", " b")]), {"tokenizer": None}),
     "task task: scores whole texts, in which prefill=question finds no question": (ROLLING, {"prefill": QUESTION}),
     "task task: generation_kwargs num_return_sequences=2 is not offered": (texts("a", num_return_sequences=2), {}),
     "task task: generation_kwargs logprobs=5 is not offered": (texts("a", logprobs=5), {}),
@@ -231,7 +215,9 @@ REFUSED = {
 def test_refused_before_the_model_runs(message):
     asked, options = REFUSED[message]
     with pytest.raises(UserError, match=message):
-        planned(asked, **({"scorer": pytest.fail, "generator": pytest.fail} | options))
+        lm = language_model(**options)
+        lm.score = lm.generate = pytest.fail
+        getattr(lm, asked[0].request_type)(asked)
 
 
 def test_generation_kwargs_that_are_not_offered():
@@ -240,7 +226,7 @@ def test_generation_kwargs_that_are_not_offered():
 
 
 def test_what_fits_is_taken():
-    assert len(scored(planned(choices([("c" * 510, " xy")])))[0]) == 1
+    planned(choices([("c" * 510, " xy")]))
     question = ("a long beginning\n\nQ: who?\nA:", " you.")
     (request,) = planned(choices([question]), QUESTION, max_length=30, **CUT)
     assert TOKENIZER.decode(request.prompt) == " long beginning"
@@ -276,14 +262,6 @@ def test_a_model_that_takes_no_padding_answers_in_batches_of_one_length():
             assert generate([request], *work, tokenizer=TOKENIZER)[0] == [found]
 
 
-def test_a_tokenizer_needs_no_special_tokens():
-    tokenizer = byte_tokenizer()
-    tokenizer.bos_token = tokenizer.eos_token = None
-    lm = language_model(tokenizer=tokenizer)
-    assert lm.tok_encode("ab") == TOKENIZER("ab")["input_ids"]
-    assert len(lm.loglikelihood(choices(QUESTIONS[0]))) == 4 and len(lm.generate_until(texts("ab"))) == 1
-
-
 def test_chat_templates(monkeypatch):
     lm, turns = language_model(), [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
     for call in (lambda: lm.apply_chat_template(turns), lambda: lm.chat_template(True)):
@@ -291,10 +269,8 @@ def test_chat_templates(monkeypatch):
             call()
     template = "{% if messages|length > 1 %}{{ raise_exception('no system') }}{% endif %}[{{ messages[0].content }}]"
     monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
-    monkeypatch.setattr(TOKENIZER, "name_or_path", "a/b")
-    stock = hflm()
-    assert lm.apply_chat_template(turns) == stock.apply_chat_template(turns) == "[hello]"
-    assert lm.chat_template(True) == template and lm.tokenizer_name == stock.tokenizer_name == "a__b"
+    assert lm.apply_chat_template(turns) == hflm().apply_chat_template(turns) == "[hello]"
+    assert lm.chat_template(True) == template
 
 
 def test_a_template_writes_the_same_day_every_day(monkeypatch):
@@ -305,8 +281,7 @@ def test_a_template_writes_the_same_day_every_day(monkeypatch):
     ids = set()
     for day, written in (("2024-07-26", "26 Jul 2024"), ("2026-02-03", "03 Feb 2026")):
         config = load(["experiment=tasks", "apply_chat_template=true", f"chat_date={day}"])
-        loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
-        lm = ReplayEngine(config, loaded, "task", sys.stderr).lm(DENSE)
+        lm = run_of("apply_chat_template=true", f"chat_date={day}")
         assert lm.apply_chat_template(turn) == f"{written} 00:00 hello"
         ids.add(settings_id(config, {}))
     assert len(ids) == 2
@@ -325,7 +300,7 @@ def test_answers_begin_after_the_thinking_as_hflms(given, monkeypatch):
         if thinks and given is None:
             continue
         stock = HFLM(**options, enable_thinking=thinks, think_end_token=given)
-        about = TaskConfig(enable_thinking=thinks, think_end_token=given)
+        about = {"enable_thinking": thinks, "think_end_token": given}
         lm = language_model(about=about)
         turn = [{"role": "user", "content": "hello"}]
         assert lm.apply_chat_template(turn) == stock.apply_chat_template(turn)
@@ -446,7 +421,7 @@ def test_what_has_no_decode_row_is_scored_densely_as_hflms():
     of_texts = choices([("a",)], [(TEXTS[1],)], [("",)], kind="loglikelihood_rolling")
     of_one_token = texts(*CONTEXTS, until=[], max_gen_toks=1)
     for name in ("full", "h2o"):
-        lm = language_model(scorer=lambda each, name=name: scored(each, name)[0])
+        lm = language_model(name=name)
         found = lm.loglikelihood(asked[:2]) + lm.loglikelihood(asked)[-1:]
         expected = stock.loglikelihood([*asked[:2], asked[-1]], disable_tqdm=True)
         assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
@@ -454,7 +429,7 @@ def test_what_has_no_decode_row_is_scored_densely_as_hflms():
         assert lm.notes() == [
             "task: 4 of 9 requests leave no decode row; they are scored densely, as by the full cache"
         ]
-        lm = language_model(scorer=lambda each, name=name: scored(each, name)[0], tokenizer=starting_tokenizer())
+        lm = language_model(name=name, tokenizer=starting_tokenizer())
         found = lm.loglikelihood_rolling(of_texts)
         expected = stock.loglikelihood_rolling(of_texts[:1], disable_tqdm=True)  # which predicts no start token
         assert [found[0], found[2]] == pytest.approx([*expected, 0], abs=1e-3) and lm.num_dense == 1
@@ -465,13 +440,13 @@ def test_what_has_no_decode_row_is_scored_densely_as_hflms():
 
 @pytest.mark.parametrize("method", ["full", "h2o", "int4"])
 def test_a_task_without_any_decode_row_is_the_full_caches_alone(method):
-    engine = engine_of(f"method={method}")
+    run = run_of(f"method={method}")
     requests = planned(choices([("", "x"), ("", "y")]))
     if method == "full":
-        assert len(engine.score(requests)) == 2 and engine.reads.budget == 1
+        assert len(run.score(requests)) == 2 and run.reads.budget == 1
     else:
         with pytest.raises(UserError, match="^task task: no request leaves a decode row"):
-            engine.score(requests)
+            run.score(requests)
 
 
 # Scores under a method
@@ -504,19 +479,6 @@ def test_scores_show_no_trace_of_sharing_and_batches(name, mode, monkeypatch):
         found, again = scored(requests, name)
         assert furthest(found, together) < 1e-3, constant
         assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)
-
-
-def test_each_piece_of_work_is_done_once_and_little_is_padded(monkeypatch):
-    calls = work_of(monkeypatch)
-    options = (" red", " reddish", " blue")
-    requests = planned(choices([("Q: a rather long question?\nA:", option) for option in options]))
-    scored(requests)
-    done = {kind: sum(real for name, real, _ in calls if name == kind) for kind in ("prefill", "decode")}
-    # Equal in all choices: the context's last token and the space. Then "re", "reddis" and "blu" are run for each.
-    assert done == {"prefill": requests[0].context_len - 1, "decode": 2 + 2 + 6 + 3}
-    calls.clear()
-    scored(planned(choices([("Q:", " a"), ("Q:", "-" * 60), ("Q:", "_" * 59)])))
-    assert max(padded / real for _, real, padded in calls) < 2
 
 
 def test_a_method_that_did_not_run_is_an_error(monkeypatch):
@@ -579,34 +541,6 @@ def test_tokens_are_those_of_live_decoding(name, prefill_len, monkeypatch):
     again, others = written(requests, name)
     assert again == answers
     assert (others.rows, others.frac_sum) == (reads.rows, pytest.approx(reads.frac_sum, rel=1e-6))
-
-
-def test_what_is_decoded_at_once_fits_into_half_of_the_free_memory(monkeypatch):
-    """Four copies of a token's queries, keys and values, and a layer's pass over it; not more where there is room."""
-    with attach(tiny("gqa")) as attached:
-        token_bytes = 4 * kept_bytes(attached, 1) + prompt_bytes(attached, 1)
-        for free, expected in ((2**50, 32_768), (2 * token_bytes * 9000, 8192), (2 * token_bytes * 8192, 8192), (0, 1)):
-            monkeypatch.setattr(answers, "available_bytes", lambda device, free=free: free)
-            assert answers.tokens_at_once(attached) == expected
-
-
-def test_runs_that_share_prompts_have_the_same_batches(monkeypatch):
-    """Memory that comes and goes splits no batch anew."""
-    free = iter((2**50, 0, 2**50))
-    monkeypatch.setattr(answers, "available_bytes", lambda device: next(free))
-    with attach(tiny("gqa"), DensePrompts(2**20)) as attached:
-        assert [answers.tokens_at_once(attached) for _ in range(3)] == [32_768, 1, 1]
-
-
-def test_each_piece_of_a_text_is_decoded_once(monkeypatch):
-    calls = work_of(monkeypatch)
-    first = to_write([CONTEXTS[0]], 30)[0]
-    other = first._replace(ids=(*first.ids[:-2], 50, 51), document=("task", 1))
-    answers, reads = written([first, other, first, first])
-    assert answers[0] == answers[2] == answers[3]
-    shared = 2 * len(first.rows)
-    assert calls == [("prefill", 30, 30), ("decode", shared, shared), *[("decode", 2, 2)] * (NEW - 1)]
-    assert reads.rows == 4 * first.num_rows
 
 
 def test_what_ends_an_answer(monkeypatch):
@@ -714,8 +648,8 @@ def test_where_nothing_is_decoded_nothing_is_measured(monkeypatch):
 
 
 def test_a_run_generates_at_the_budget_that_it_is_set_to():
-    """Through the engine: `budget` is met on answers of full length."""
-    engine, requests = engine_of("method=h2o", "budget=0.7"), to_write(CONTEXTS, max_new_tokens=40)
-    assert [len(each.tokens) for each in engine.generate(requests)] == [40] * 3
-    assert engine.reads.budget == pytest.approx(0.7, abs=0.01)
+    """`budget` is met on answers of full length."""
+    run, requests = run_of("method=h2o", "budget=0.7"), to_write(CONTEXTS, max_new_tokens=40)
+    assert [len(each.tokens) for each in run.generate(requests)] == [40] * 3
+    assert run.reads.budget == pytest.approx(0.7, abs=0.01)
     assert len(decode_rows(requests)) == 3 * 20, "as many as say it"

@@ -14,18 +14,14 @@ import torch
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.model.resources import Memo
-from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.run.compose import load
-from harness.run.kinds import measurement_of
 from harness.scoring import perplexity
-from harness.scoring.evaluation import running_lm_eval
 from harness.scoring.perplexity import (
     CHUNK,
     Pair,
+    RowScores,
     Text,
-    as_perplexity,
     curve,
     repetition,
     run_perplexity,
@@ -41,7 +37,7 @@ from methods.h2o import H2O
 from methods.streaming import Streaming
 from tests import reference as plain
 from tests.living import tiny
-from tests.runs import calls_of, letters
+from tests.runs import letters
 from tests.tokens import byte_tokenizer
 
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 512
@@ -194,22 +190,6 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
             assert [window[name] for window in row["windows"]] == pytest.approx(means, rel=1e-4)
 
 
-def test_a_perplexity_that_overflows_names_its_window(text):
-    model = tiny_model("llama", num_key_value_heads=2)
-    model.lm_head.weight.data.mul_(1e4)
-    loaded = LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH)
-    message = r"^window 1: perplexity overflows, .* is [\d.e+]+ nats a token \(at most 300\)"
-    with pytest.raises(UserError, match=message):
-        run("perplexity", loaded, text, FULL)
-    assert as_perplexity(300.0, "") == math.exp(300)
-    for nll in (300.5, math.nan, math.inf):
-        with pytest.raises(UserError, match="window 2, rows 0 to 255: perplexity overflows"):
-            as_perplexity(nll, "window 2, rows 0 to 255")
-    overflows = "^task wikitext: a metric overflows .math range error."
-    with pytest.raises(UserError, match=overflows), running_lm_eval("task wikitext"):
-        math.exp(1e3)  # as lm-eval does with the mean of a text
-
-
 # Texts that are decoded
 
 
@@ -266,7 +246,7 @@ def test_repetition_is_the_share_of_4_grams_seen_before(tokens, expected):
 
 def pair_of(tokens: list[int], others: list[int]) -> Pair:
     rows = torch.arange(1, len(tokens), dtype=torch.float64)
-    return Pair(Text(tokens, rows / 10), Text(others, rows / 20), rows, rows % 2)
+    return Pair(Text(tokens, rows / 10), Text(others, rows / 20), RowScores(rows, rows, rows % 2))
 
 
 @pytest.mark.parametrize(
@@ -291,9 +271,6 @@ def test_a_curve_has_at_most_sixteen_ranges_of_the_tokens_after_the_first(num_to
 def test_where_two_texts_part():
     entries = summarize_texts([pair_of([1, 2, 3, 4], [1, 2, 3, 4]), pair_of([1, 2, 3, 4], [1, 2, 9, 4])])
     assert (entries["first_divergence"], entries["never_diverged"], entries["num_samples"]) == (3, 1, 2)
-    pair = pair_of([1, 2], [1, 2])
-    with pytest.raises(UserError, match="^prompt 2: perplexity overflows"):
-        summarize_texts([pair, pair._replace(own=Text([1, 2], torch.tensor([400.0])))])
 
 
 def test_the_errors_of_attention_outputs_by_layer_and_window(loaded, text):
@@ -341,23 +318,6 @@ def test_the_full_cache_is_at_no_distance_from_itself(kind, loaded, text):
         assert (metrics["text_nll_difference"], metrics["repetition_difference"]) == (0, 0)
         assert (metrics["first_divergence"], metrics["never_diverged"]) == (STEPS, 3)
         assert metrics["seq_len"] == PROMPT + STEPS
-
-
-@pytest.mark.parametrize(
-    ("kind", "function", "counts", "longer"),
-    [
-        ("perplexity", (perplexity, "full_pass"), (3, 6), {"prefill_len": 30}),
-        ("long_decode", (perplexity, "decode_freely"), (3, 5), {"max_new_tokens": STEPS + 1}),
-    ],
-)
-def test_the_full_caches_pass_is_shared_by_all_methods(kind, function, counts, longer, loaded, text, monkeypatch):
-    """long_decode calls the same function for each method's own texts."""
-    passes, references = calls_of(monkeypatch, *function), Memo()
-    first, second = (measure(kind, loaded, text, method, references) for method in (H2O(dense_layers=2), SINKS))
-    assert len(passes) == counts[0]
-    assert all(first[name] == second[name] for name in first if name.endswith("_full"))
-    measure(kind, loaded, text, H2O(dense_layers=2), references, **longer)
-    assert len(passes) == counts[1], "other rows are scored"
 
 
 READ = statistics.mean(12 / cached for cached in range(20, 59))
@@ -419,7 +379,6 @@ def test_refused(message, loaded, text):
 
 def test_bounds(loaded, text):
     run("perplexity", loaded, text, FULL, seq_len=512, num_windows=1)
-    run("perplexity", loaded, text, FULL, seq_len=500)
     run("long_decode", replace(loaded, max_length=PROMPT + STEPS), text, FULL, num_windows=1)
     for seq_len, prefill_len in ((60, 59), (2, 0), (2, 1)):  # no decode row
         lengths = {"seq_len": seq_len, "prefill_len": prefill_len}
@@ -429,5 +388,3 @@ def test_bounds(loaded, text):
         with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} "):
             load(["experiment=long_decode", f"{setting}={value}"])
         load(["experiment=long_decode", f"{setting}={value + 1}"])
-    hints = measurement_of("perplexity").memory_hints(load(["experiment=long_decode"]))
-    assert hints == {"max_new_tokens": 256, "prefill_len": 512, "num_windows": 4}

@@ -10,14 +10,13 @@ import pytest
 
 from harness.data import ruler
 from harness.errors import UserError
-from harness.model import dense_prompts
 from harness.model.attach import attach
-from harness.model.dense_prompts import DensePrompts
 from harness.results.samples import clustered_stderr
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.scoring.answers import Request
-from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, ReplayEngine, decode_rows, prefill_of, run_turns
+from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, run_turns
+from harness.scoring.lm import ReplayLM, decode_rows
 from harness.scoring.writing import generate
 from harness.settings.task_config import SamplingConfig
 from methods.full import Full
@@ -25,8 +24,7 @@ from methods.h2o import H2O
 from tests.cases import CASES
 from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
 from tests.living import setup_of, tiny
-from tests.runs import calls_of, reading
-from tests.scoring.test_lm import work_of
+from tests.runs import reading
 from tests.tokens import byte_tokenizer
 
 
@@ -68,12 +66,6 @@ def test_no_question_leaves_a_trace_in_another(name):
     assert answers_of([asked[at] for at in order], name) == [expected[at] for at in order]
 
 
-def test_a_context_is_run_once_for_all_its_questions(monkeypatch):
-    calls = work_of(monkeypatch)
-    answers_of(turns_of(contexts=2, questions=4), "h2o")
-    assert [call for call in calls if call[0] == "prefill"] == [("prefill", 37 + 30, 2 * 37)]
-
-
 # The experiment
 
 
@@ -111,8 +103,8 @@ def test_both_ways_of_a_task_of_choices(method, loaded):
 
 def test_one_cache_has_one_final_length(loaded, monkeypatch):
     asked: list[Request] = []
-    answer = ReplayEngine.score
-    monkeypatch.setattr(ReplayEngine, "score", lambda self, each: (asked.extend(each), answer(self, each))[1])
+    answer = ReplayLM.score
+    monkeypatch.setattr(ReplayLM, "score", lambda self, each: (asked.extend(each), answer(self, each))[1])
     run_turns(turns("kv_recall", method=H2O()), loaded)
     unknown, known = asked[: len(asked) // 2], asked[len(asked) // 2 :]
     finals = {request.prompt: request.final_length for request in unknown}
@@ -167,13 +159,8 @@ def test_what_cannot_be_asked_in_turns(changes, of_task, said, told, loaded):
     write_yaml(told["folder"], TOLD | of_task)
     with pytest.raises(UserError, match=f"^{said}"):
         run_turns(turns("toy_told", **told, **changes), loaded)
-
-
-def test_settings_that_turns_refuse():
     with pytest.raises(UserError, match="^too_long=truncate: prefill=both would cut a context"):
         load(["experiment=turns", "too_long=truncate"])
-    with pytest.raises(UserError, match="^prefill=both: only experiment=tasks asks in turns"):
-        prefill_of("kv_recall", turns("kv_recall"), writes=False)
 
 
 def test_the_table_has_both_ways_and_their_difference(loaded, monkeypatch, tmp_path):
@@ -208,11 +195,3 @@ def test_turns_of_a_context_of_needles(task):
         assert each["input"] == f"{context}\nWhat is the special magic number for {key} mentioned in the provided text?"
         assert each["outputs"] == [value + key.removeprefix("key-")]
     assert len(ruler.turns(row | {"input": "\n".join([*lines[3:5], *row["input"].splitlines()[-1:]])}, "")) == 2
-
-
-def test_the_jobs_of_a_sweep_share_the_dense_prompts(loaded, monkeypatch, tmp_path):
-    """Three methods run the dense pass over a prompt once. That it changes no number is tested with the interface."""
-    line = ["experiment=tasks", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
-    kept, asked = calls_of(monkeypatch, dense_prompts, "_run_into_file"), calls_of(monkeypatch, DensePrompts, "get")
-    assert main(["-m", "method=full,h2o,oracle", *line]) == 0
-    assert (len(kept), len(asked)) == (2, 3 * 3), "two contexts; one of them has two final lengths"

@@ -17,22 +17,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m harness.paper.costmodel", description="Predict speed from counts."
     )
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument(
-        "--calibrate", action="store_true", help="compare with every published number"
-    )
-    wanted.add_argument(
-        "--write", action="store_true", help="write DIR/tables/<figure>-modelled.csv"
-    )
+    for flag, does in {
+        "--calibrate": "compare with every published number",
+        "--write": "write DIR/tables/<figure>-modelled.csv",
+    }.items():
+        wanted.add_argument(flag, action="store_true", help=does)
     parser.add_argument(
         "--results-dir", default=RESULTS, metavar="DIR", help="with --write (default %(default)s)"
     )
     args = parser.parse_args(argv)
 
     def act() -> None:
-        if args.calibrate:
-            print(published.render(published.calibrate()), published.render_errors(), sep="\n\n")
-        else:
+        if args.write:
             print(*published.write_tables(args.results_dir), sep="\n")
+        else:
+            print(published.render(published.calibrate()), published.render_errors(), sep="\n\n")
 
     return exit_code(act)
 

@@ -4,18 +4,19 @@ live session. `harness.run.advise` asks for it.
 Bytes are those that a live session would have in half precision (`harness.decode.needs`). A step is
 walked block by block as in `predict`, in the order of a live session: rows that are chosen a layer
 ahead cross the link beside the block before; rows that a layer chooses by its own query are waited
-for; rows of dense layers, where others read less, cross during the whole step. Beside the counts
-of `predict`, a step reads of each layer's index what the method's selection says
-(`harness.decode.state_sizes`). This is the step of an engine, alike for every method: fused
-kernels, which read coded rows as they are stored, launched at once by CUDA graphs. The last tokens
-that a codec leaves exact are read on the device. The efficiencies are fitted to the paper's systems
-on one machine. The conflicts of a batch's sequences are not counted, so small batches are
-optimistic. `Step.host_seconds` has the launches of this code, for `harness.run.advise`.
+for; rows of dense layers, where others read less, cross during the whole step. Beside the counts of
+`predict`, a step reads of each layer's index what the method's selection says. This is the step of
+an engine, alike for every method: fused kernels, which read coded rows as they are stored, launched
+at once by CUDA graphs. The last tokens that a codec leaves exact are read on the device. The
+efficiencies are fitted to the paper's systems on one machine. The conflicts of a batch's sequences
+are not counted, so small batches are optimistic. `Step.host_seconds` has the launches of this code,
+for `harness.run.advise`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,8 +29,16 @@ from harness.model.budgets import with_budget_as_stored
 from harness.model.policies import Policy, method_policy
 from harness.model.prompts import PassSizes, attention_elements
 from harness.model.shape import WEIGHT_BYTES, ModelShape, as_config, count_weights
-from harness.paper.costmodel.predict import BlockTimes, Work, block_ends, matmul, seconds
-from harness.paper.costmodel.schemes import FITTED, Efficiency, Platform
+from harness.paper.costmodel.predict import (
+    FITTED,
+    BlockTimes,
+    Efficiency,
+    Platform,
+    Work,
+    block_ends,
+    matmul,
+    seconds,
+)
 from harness.replay.setup import codec_of
 from harness.settings.config import LatencyConfig, RunConfig
 from harness.settings.schema import build
@@ -56,24 +65,20 @@ def modelled_step(config: RunConfig, weight_bits: float = 16) -> Step:
     Raises UserError for a model that the cost model does not know, sequences beyond its limit,
     weights that the machine does not hold, and a method whose reads depend on the text.
     """
-    sheet, lengths = config.platform.sheet, config.latency
-    assert sheet is not None, "a modelled machine"
-    platform = build(Platform, dict(sheet), "platform").together
-    if config.model.shape is None:
-        raise UserError(f"model={config.model.name}: its shape is not known; choose a model of it")
-    shape = ModelShape.from_config(config.model.name, config.model.shape)
+    name, described, lengths = config.model.name, config.model.shape, config.latency
+    assert config.platform.sheet is not None, "a modelled machine"
+    platform = build(Platform, dict(config.platform.sheet), "platform").together
+    if described is None:
+        raise UserError(f"model={name}: its shape is not known; choose a model of it")
+    shape = ModelShape.from_config(name, described)
     if shape.num_kv_heads % platform.cards:
-        heads = f"{shape.num_kv_heads} KV heads of {shape.name}"
+        heads = f"{shape.num_kv_heads} KV heads of {name}"
         raise UserError(f"platform.cards={platform.cards}: must divide the {heads}")
-    context = lengths.prompt_len + lengths.gen_len
-    limit = config.model.shape.get("max_position_embeddings")
-    if limit is not None and context > limit:
-        raise UserError(
-            f"prompt_len={lengths.prompt_len} and gen_len={lengths.gen_len}: {shape.name} takes "
-            f"at most {limit} tokens"
-        )
-    described = as_config(shape.name, config.model.shape)
-    num_weights = count_weights(f"model {shape.name}", described)
+    limit = described.get("max_position_embeddings")
+    if limit is not None and lengths.prompt_len + lengths.gen_len > limit:
+        given = f"prompt_len={lengths.prompt_len} and gen_len={lengths.gen_len}"
+        raise UserError(f"{given}: {name} takes at most {limit} tokens")
+    num_weights = count_weights(f"model {name}", as_config(name, described))
     plan = plan_of_shape(config, shape, round(num_weights * weight_bits / 8))
     if plan.method.tokens_read(_rows_of(lengths)[-1], shape.num_layers - 1) is None:
         raise UserError(
@@ -100,7 +105,7 @@ def plan_of_shape(
     """The session of a run, known by the model's shape alone. dtype: of weights and exact rows.
     Raises UserError for a budget that the method cannot have."""
     assert config.model.shape is not None, "`shape` comes from there"
-    geometry = _geometry(shape, config.model.shape["model_type"])
+    geometry = geometry_of(shape, config.model.shape["model_type"])
     method, codec = config.method, codec_of(config)
     if config.budget is not None and not config.budget_is_measured:
         method = with_budget_as_stored(
@@ -113,7 +118,7 @@ def plan_of_shape(
             preset=config.method_name,
             warns=False,
         )
-    model = _model_sizes(shape, geometry, method, weight_bytes, dtype)
+    model = sizes_of_shape(shape, geometry, method, weight_bytes, dtype)
     return Plan(model, method, codec, config.placement, config.gpu_cache)
 
 
@@ -123,7 +128,8 @@ def _rows_of(lengths: LatencyConfig) -> list[TokenCounts]:
     return [TokenCounts(cached, prompt, context) for cached in range(prompt, context - 1)]
 
 
-def _geometry(shape: ModelShape, family: str) -> Geometry:
+def geometry_of(shape: ModelShape, family: str) -> Geometry:
+    """The attention of a model of equal layers."""
     return Geometry(
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
@@ -134,24 +140,21 @@ def _geometry(shape: ModelShape, family: str) -> Geometry:
     )
 
 
-def _model_sizes(
+def sizes_of_shape(
     shape: ModelShape,
     geometry: Geometry,
     method: Method,
     weight_bytes: int,
     dtype: torch.dtype = DTYPE,
 ) -> ModelSizes:
-    dense_layers = method.dense_layers
+    """The sizes of a model of equal layers, as `harness.decode.needs.sizes_of` has them of a loaded
+    one."""
+    dense_layers, softmax = method.dense_layers, Softmax(geometry.scale)
     if dense_layers >= shape.num_layers:
         raise UserError(f"method.dense_layers={dense_layers}: must be < {shape.num_layers} layers")
-    softmax = Softmax(geometry.scale)
-    layers = []
-    for number in range(shape.num_layers):
-        if number < dense_layers:
-            policy = Policy("full", number, "kept", softmax, None)
-        else:
-            policy = method_policy(method, number, softmax, number == 0)
-        layers.append(LayerSizes(policy, shape.num_kv_heads, shape.head_dim, shape.head_dim))
+    policies = [Policy("full", number, "kept", softmax, None) for number in range(dense_layers)]
+    for number in range(dense_layers, shape.num_layers):
+        policies.append(method_policy(method, number, softmax, number == 0))
     projections = shape.attention_weights // shape.hidden_size
     sizes = PassSizes(
         shape.hidden_size,
@@ -160,7 +163,25 @@ def _model_sizes(
         shape.ffn_weights // shape.hidden_size,
         None,
     )
+    cached = shape.num_kv_heads, shape.head_dim, shape.head_dim
+    layers = [LayerSizes(policy, *cached) for policy in policies]
     return ModelSizes(layers, geometry, dtype, sizes, weight_bytes)
+
+
+class LayerRead(NamedTuple):
+    """What a step reads of a layer's cache. tokens: of each sequence, mean over its KV heads;
+    stored: those of them that are read as stored: a codec leaves the last `residual` exact, on the
+    device."""
+
+    policy: Policy
+    store: KVStore
+    tokens: float
+    stored: float
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of the stored rows, of all sequences."""
+        return self.stored * self.store.heads * self.store.slot_bytes
 
 
 @dataclass(frozen=True)
@@ -178,20 +199,31 @@ class Step:
     efficiency: Efficiency = FITTED
     weight_bits: float = 16
 
-    @property
-    def counts(self) -> TokenCounts:
-        """The row in the middle of the decoding."""
-        prompt, final = self.capacity.prompt_len, self.capacity.context
-        return TokenCounts((prompt + final) // 2, prompt, final)
+    def reads(self, batch: int) -> list[LayerRead]:
+        """What the step in the middle of the decoding reads, layer by layer."""
+        capacity, plan = self.capacity, self.capacity.plan
+        prompt, final = capacity.prompt_len, capacity.context
+        counts = TokenCounts((prompt + final) // 2, prompt, final)
+        stores = plan.stores(capacity.lengths(batch))
+        reads = []
+        for index, layer in enumerate(plan.model.layers):
+            codec, tokens = stores[index].codec, float(counts.cached)
+            if layer.policy.kind == "method":
+                known = plan.method.tokens_read(counts, layer.policy.number)
+                assert known is not None, "asked for before"
+                tokens = known
+            stored = codec.stored(counts.cached) if codec.residual else tokens
+            reads.append(LayerRead(layer.policy, stores[index], tokens, stored))
+        return reads
 
     @property
     def budget(self) -> float:
         """Share of the full cache that the step reads, as `harness.model.budgets` counts it."""
-        stores = self.capacity.plan.stores(self.capacity.lengths(1))
-        exact = self.shape.token_bytes * self.counts.cached
+        cached = (self.capacity.prompt_len + self.capacity.context) // 2
         total = 0.0
-        for index, layer in enumerate(self.capacity.plan.model.layers):
-            total += self._stored_read(layer.policy, stores[index]) * stores[index].slot_bytes
+        for read in self.reads(1):
+            total += read.stored * read.store.slot_bytes
+        exact = self.shape.token_bytes * cached
         return total * self.shape.num_kv_heads / (exact * self.shape.num_layers)
 
     def seconds(self, batch: int) -> float:
@@ -221,30 +253,25 @@ class Step:
 
     def blocks(self, batch: int) -> list[BlockTimes]:
         """The times of each block, when nothing waits."""
-        plan, shape = self.capacity.plan, self.shape
-        lengths = self.capacity.lengths(batch)
-        stores = plan.stores(lengths)
-        index_bytes = plan.index_bytes(lengths)
-        on_host = plan.placement == "host"
-        link = self.platform.link_bytes_per_s
-        governed = [layer for layer in plan.model.layers if layer.policy.kind == "method"]
-        reads_less = plan.reads_less
+        plan, shape, link = self.capacity.plan, self.shape, self.platform.link_bytes_per_s
+        reads, on_host, reads_less = self.reads(batch), plan.placement == "host", plan.reads_less
+        index_bytes = plan.state(self.capacity.lengths(batch)).read
+        num_governed = sum(read.policy.kind == "method" for read in reads)
         spread_s = 0.0  # of the dense layers' rows, in each other layer's share of the step
-        if on_host and reads_less:
-            for index, layer in enumerate(plan.model.layers):
-                if layer.policy.kind != "method":
-                    spread_s += self._row_bytes(layer.policy, stores[index]) / link / len(governed)
+        for read in reads:
+            if on_host and reads_less and read.policy.kind != "method":
+                spread_s += read.row_bytes / link / num_governed
         join_s, weight_bytes = self._join_seconds(batch), self.weight_bits / 8
+        projections = matmul(batch, shape.attention_weights, weight_bytes)
         ffn_s = self._seconds(matmul(batch, shape.ffn_weights, weight_bytes))
         blocks = []
-        for index, layer in enumerate(plan.model.layers):
-            policy, store = layer.policy, stores[index]
-            row_bytes = self._row_bytes(policy, store)
-            index_read = index_bytes.get(policy.number, 0) if policy.kind == "method" else 0
-            projections = matmul(batch, shape.attention_weights, weight_bytes)
-            attention = self._seconds(projections, self._attention(policy, store, row_bytes))
+        for read in reads:
+            policy, store, row_bytes = read.policy, read.store, read.row_bytes
+            # Kernels take coded rows as they are stored.
+            num_bytes = row_bytes + (read.tokens - read.stored) * batch * shape.token_bytes
+            products = Work(4 * shape.query_size * (read.tokens + 1) * batch, num_bytes)
+            index_read = index_bytes.get(policy.number, 0)
             index_flops = 2 * shape.num_heads / shape.num_kv_heads * index_read / WEIGHT_BYTES
-            prediction = self._seconds(Work(index_flops, index_read))
             load = late = spread = 0.0
             if on_host and policy.kind == "method":
                 spread = spread_s
@@ -257,48 +284,19 @@ class Step:
                     load, late = 0.0, load
             elif on_host and not reads_less:
                 load = row_bytes / link
-            store_s = store.heads * store.slot_bytes / link if on_host else 0.0
             blocks.append(
                 BlockTimes(
                     load=load + spread,
-                    attention=attention + join_s,
+                    attention=self._seconds(projections, products) + join_s,
                     ffn=ffn_s + join_s,
-                    prediction=prediction,
-                    store=store_s,
+                    prediction=self._seconds(Work(index_flops, index_read)),
+                    store=store.heads * store.slot_bytes / link if on_host else 0.0,
                     late=late,
                 )
             )
         head = matmul(batch, shape.vocab_size * shape.hidden_size, weight_bytes)
         blocks[-1] = blocks[-1]._replace(other=self._seconds(head))
         return blocks
-
-    def _tokens_read(self, policy: Policy) -> float:
-        """Cached tokens that a KV head reads in the step."""
-        if policy.kind != "method":
-            return self.counts.cached
-        read = self.capacity.plan.method.tokens_read(self.counts, policy.number)
-        assert read is not None, "asked for before"
-        return read
-
-    def _stored_read(self, policy: Policy, store: KVStore) -> float:
-        """Those of them that are read as stored: the codec leaves the last `residual` exact, on
-        the device."""
-        if not store.codec.residual:
-            return self._tokens_read(policy)
-        return store.codec.stored(self.counts.cached)
-
-    def _row_bytes(self, policy: Policy, store: KVStore) -> float:
-        """Bytes of the rows of a layer that the step reads, of all sequences, as they are
-        stored."""
-        return self._stored_read(policy, store) * store.heads * store.slot_bytes
-
-    def _attention(self, policy: Policy, store: KVStore, row_bytes: float) -> Work:
-        """The products with the rows that are read, and the traffic of these: kernels take coded
-        rows as they are stored."""
-        exact_row = self.shape.token_bytes
-        read, stored = self._tokens_read(policy), self._stored_read(policy, store)
-        num_bytes = row_bytes + (read - stored) * store.batch * exact_row
-        return Work(4 * self.shape.query_size * (read + 1) * store.batch, num_bytes)
 
     def _join_seconds(self, tokens: int) -> float:
         """Seconds in which the cards add up their parts of a layer's output, twice a layer: each

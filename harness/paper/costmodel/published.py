@@ -16,13 +16,12 @@ from tabulate import tabulate
 
 from harness.files import write_atomic
 from harness.model.shape import load_shape
-from harness.paper.costmodel.predict import Case, predict
-from harness.paper.costmodel.schemes import FITTED, Efficiency, load_platform
+from harness.paper.costmodel.predict import FITTED, Case, Efficiency, load_platform, predict
 from harness.results.columns import csv_of, published, with_columns
 from harness.results.metrics import SEGMENTS
-from harness.results.pages import render_modelled
+from harness.results.pages import render_markdown
 
-PAPER_PLATFORM = "a6000-pcie3"
+PLATFORM = "a6000-pcie3"
 GEN_LEN = 128
 TOTAL_LEN = 2048
 BASELINES = ("uvm", "uvm+h2o", "offload", "offload+int4", "offload+h2o")
@@ -40,47 +39,45 @@ class PaperBar(NamedTuple):
     total_len: int = TOTAL_LEN
 
 
-FIGURES: Mapping[str, tuple[PaperBar, ...]] = {
-    "fig14": tuple(PaperBar(label, batch_size=20) for label in COMPARED),
-    "fig15": tuple(
-        PaperBar(label, batch_size=batch) for batch in (4, 8, 12, 16, 20) for label in COMPARED
-    ),
-    "fig16a": tuple(
-        PaperBar(label, total_len=length)
-        for length in (512, 1024, 1536, 2048)
-        for label in OFFLOADED
-    ),
-    "fig16b": tuple(
+FIGURES: Mapping[str, list[PaperBar]] = {
+    "fig14": [PaperBar(label, batch_size=20) for label in COMPARED],
+    "fig15": [PaperBar(label, batch_size=at) for at in (4, 8, 12, 16, 20) for label in COMPARED],
+    "fig16a": [
+        PaperBar(label, total_len=at) for at in (512, 1024, 1536, 2048) for label in OFFLOADED
+    ],
+    "fig16b": [
         PaperBar(label, model, batch_size=4)
         for model in ("opt-6.7b", "opt-13b", "opt-30b")
         for label in OFFLOADED
-    ),
-    "fig18": tuple(PaperBar(label) for label in (*OFFLOADED, "ideal")),
+    ],
+    "fig18": [PaperBar(label) for label in (*OFFLOADED, "ideal")],
 }
 """The figures that the cost model predicts, and the bars of each."""
 
-REPEATED = {
-    ("fig14", "infinigen", "total_latency"): "generated tokens over fig 15's tokens/s",
-    ("fig14", "offload+h2o", "total_latency"): "generated tokens over fig 15's tokens/s",
-    ("fig14", "offload+int4", "total_latency"): "generated tokens over fig 15's tokens/s",
-    ("fig14", "infinigen", "speedup_min"): "H2O's total latency over InfiniGen's",
-    ("fig14", "infinigen", "speedup_max"): "UVM's total latency over InfiniGen's",
-    ("fig15", "infinigen", "speedup_min"): "InfiniGen's tokens/s over H2O's at batch 4",
-    ("fig18", "infinigen", "slowdown_vs_ideal"): "its block latency over the ideal one",
-    ("fig18", "offload+h2o", "slowdown_vs_ideal"): "its block latency over the ideal one",
-    ("fig18", "offload", "slowdown_vs_ideal"): "its block latency over the ideal one",
-}
-"""Published numbers (figure, series, metric) that follow from the others, and by which
-arithmetic."""
+REPEATED = [
+    ("fig14", "infinigen", "total_latency"),  # the generated tokens over fig 15's tokens/s
+    ("fig14", "offload+h2o", "total_latency"),
+    ("fig14", "offload+int4", "total_latency"),
+    ("fig14", "infinigen", "speedup_min"),  # H2O's total latency over InfiniGen's
+    ("fig14", "infinigen", "speedup_max"),  # UVM's total latency over InfiniGen's
+    ("fig15", "infinigen", "speedup_min"),  # InfiniGen's tokens/s over H2O's at batch 4
+    ("fig18", "infinigen", "slowdown_vs_ideal"),  # a block's latency over the ideal one
+    ("fig18", "offload+h2o", "slowdown_vs_ideal"),
+    ("fig18", "offload", "slowdown_vs_ideal"),
+]
+"""Published numbers (figure, series, metric) that follow from the others."""
 
 LEFT_OUT = (("fig14", "fig15"), ("fig16a",), ("fig16b",), ("fig18",))
 """Figures that are left out of the fit together: fig 14 shows runs of fig 15."""
 
 
-def figure_rows(figure: str) -> pd.DataFrame:
-    """The latency table of a figure, modelled on the paper's machine."""
-    rows = pd.DataFrame([_predict(bar, FITTED) for bar in FIGURES[figure]])
-    return with_columns(rows.assign(experiment=figure), "latency")
+@cache
+def _predict(bar: PaperBar, efficiency: Efficiency) -> dict[str, Any]:
+    platform, shape = load_platform(PLATFORM), load_shape(bar.model)
+    prompt_len = bar.total_len - GEN_LEN
+    return predict(
+        Case(platform, shape, bar.label, bar.batch_size, prompt_len, GEN_LEN, efficiency)
+    )
 
 
 def write_tables(results_dir: str | Path) -> list[Path]:
@@ -88,12 +85,57 @@ def write_tables(results_dir: str | Path) -> list[Path]:
     CSVs. Raises UserError for a folder that cannot be written.
     """
     paths = []
-    for figure in FIGURES:
-        table = figure_rows(figure)
+    for figure, bars in FIGURES.items():
+        rows = pd.DataFrame([_predict(bar, FITTED) for bar in bars])
+        table = with_columns(rows.assign(experiment=figure), "latency")
         paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
         write_atomic(paths[-1], csv_of(table, "latency"))
-        write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, table))
+        write_atomic(paths[-1].with_suffix(".md"), render_markdown(paths[-1].stem, table))
     return paths
+
+
+def quantity(
+    row: Mapping[str, str] | pd.Series, timed: Callable[[PaperBar], Mapping[str, Any]]
+) -> float | None:
+    """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit;
+    None if the row is not about time.
+
+    timed: returns our run of a bar of the paper, a row of a latency table. Its exceptions are
+    passed on.
+    """
+    figure, series, metric = row["figure"], row["series"], row["metric"]
+    total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
+    batch_size = {"fig14": 20, "fig16b": 4}.get(figure, 8)
+    if row["x_name"] == "batch_size":
+        batch_size = int(row["x"])
+
+    def run(label: str, batch: int = batch_size) -> Mapping[str, Any]:
+        return timed(PaperBar(label, row["model"], batch, total_len))
+
+    def block_s(label: str) -> float:
+        return sum(run(label)[segment.name] or 0 for segment in SEGMENTS)
+
+    def speedups() -> list[float]:
+        found = []
+        for size in sorted({bar.batch_size for bar in FIGURES[figure]}):
+            for other in BASELINES:
+                found.append(run(other, size)["total_s"] / run(series, size)["total_s"])
+        return found
+
+    quantities = {
+        "speedup_min": lambda: min(speedups()),
+        "speedup_max": lambda: max(speedups()),
+        "total_latency": lambda: run(series)["total_s"],
+        "tokens_per_s": lambda: run(series)["tokens_per_s"],
+        "speedup_over_offload": lambda: run("offload")["total_s"] / run(series)["total_s"],
+        "block_latency": lambda: 1e3 * block_s(series),  # ms
+        "transfer_share": lambda: run(series)["transfer_s"] / block_s(series),
+        "slowdown_vs_ideal": lambda: block_s(series) / block_s("ideal"),
+    }
+    return quantities[metric]() if metric in quantities else None
+
+
+# The fit
 
 
 def calibrate(
@@ -113,75 +155,7 @@ def calibrate(
     numbers = numbers.assign(predicted=found).dropna(subset="predicted")
     names = pd.MultiIndex.from_frame(numbers[["figure", "series", "metric"]])
     ratio = numbers.predicted / numbers.value
-    return numbers.assign(ratio=ratio, independent=~names.isin(list(REPEATED)))
-
-
-def error(compared: pd.DataFrame) -> float:
-    """Root mean square of the log ratio, which the fit minimises."""
-    return float(np.sqrt(np.square(np.log(compared.ratio)).mean()))
-
-
-def render(compared: pd.DataFrame) -> str:
-    """A table for a terminal: predicted, published, ratio; `*` marks a number that is more than 20
-    % off."""
-    words = compared[["figure", "series", "x", "metric", "predicted", "value", "unit"]]
-    words = words.rename(columns={"value": "published"})
-    off = compared.ratio.sub(1).abs().gt(0.2).map({True: " *", False: ""})
-    words = words.assign(ratio=compared.ratio.map("{:.2f}".format) + off)
-    formats = ("g", "g", "g", "g", ".4g", ".4g", "g", ".2f")
-    sides = ("left", "left", "right", "left", "right", "right", "left", "left")
-    return tabulate(words, "keys", "plain", floatfmt=formats, showindex=False, colalign=sides)
-
-
-def quantity(
-    row: Mapping[str, str] | pd.Series, timed: Callable[[PaperBar], Mapping[str, Any]]
-) -> float | None:
-    """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit;
-    None if the row is not about time.
-
-    timed: returns our run of a bar of the paper, a row of a latency table. Its exceptions are
-    passed on.
-    """
-    figure, series, metric = row["figure"], row["series"], row["metric"]
-    total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
-    batch_size = {"fig14": 20, "fig16b": 4}.get(
-        figure, int(row["x"]) if row["x_name"] == "batch_size" else 8
-    )
-
-    def run(label: str, batch: int = batch_size) -> Mapping[str, Any]:
-        return timed(PaperBar(label, row["model"], batch, total_len))
-
-    def block_s(label: str) -> float:
-        return sum(run(label)[segment.name] or 0 for segment in SEGMENTS)
-
-    if metric in ("speedup_min", "speedup_max"):
-        batches = sorted({bar.batch_size for bar in FIGURES[figure]})
-        speedups = [
-            run(other, size)["total_s"] / run(series, size)["total_s"]
-            for size in batches
-            for other in BASELINES
-        ]
-        return min(speedups) if metric == "speedup_min" else max(speedups)
-    quantities = {
-        "total_latency": lambda: run(series)["total_s"],
-        "tokens_per_s": lambda: run(series)["tokens_per_s"],
-        "speedup_over_offload": lambda: run("offload")["total_s"] / run(series)["total_s"],
-        "block_latency": lambda: 1e3 * block_s(series),  # ms
-        "transfer_share": lambda: run(series)["transfer_s"] / block_s(series),
-        "slowdown_vs_ideal": lambda: block_s(series) / block_s("ideal"),
-    }
-    return quantities[metric]() if metric in quantities else None
-
-
-@cache
-def _predict(bar: PaperBar, efficiency: Efficiency) -> dict[str, Any]:
-    sizes = {
-        "batch_size": bar.batch_size,
-        "prompt_len": bar.total_len - GEN_LEN,
-        "gen_len": GEN_LEN,
-    }
-    platform, shape = load_platform(PAPER_PLATFORM), load_shape(bar.model)
-    return predict(Case(platform, shape, bar.label, efficiency=efficiency, **sizes))
+    return numbers.assign(ratio=ratio, independent=~names.isin(REPEATED))
 
 
 def fit(figures: Collection[str] = tuple(FIGURES), *, independent_only: bool = False) -> Efficiency:
@@ -196,6 +170,18 @@ def fit(figures: Collection[str] = tuple(FIGURES), *, independent_only: bool = F
     return Efficiency(*np.exp(found.x).tolist())
 
 
+def render(compared: pd.DataFrame) -> str:
+    """A table for a terminal: predicted, published, ratio; `*` marks a number that is more than 20
+    % off."""
+    words = compared[["figure", "series", "x", "metric", "predicted", "value", "unit"]]
+    words = words.rename(columns={"value": "published"})
+    off = compared.ratio.sub(1).abs().gt(0.2).map({True: " *", False: ""})
+    words = words.assign(ratio=compared.ratio.map("{:.2f}".format) + off)
+    formats = ("g", "g", "g", "g", ".4g", ".4g", "g", ".2f")
+    sides = ("left", "left", "right", "left", "right", "right", "left", "left")
+    return tabulate(words, "keys", "plain", floatfmt=formats, showindex=False, colalign=sides)
+
+
 def render_errors() -> str:
     """The fit, its errors in-sample and on figures left out of it, as text for a terminal."""
     compared = calibrate()
@@ -205,8 +191,8 @@ def render_errors() -> str:
         f"fitted to all {len(compared)}:           {_words(fit(), 3)}",
         f"to the {len(independent)} independent ones: {_words(fit(independent_only=True), 3)}",
         "in-sample, root mean square of log(predicted / published): "
-        f"{error(compared):.1%} over all {len(compared)} numbers, "
-        f"{error(independent):.1%} over the {len(independent)} independent ones",
+        f"{_rms(compared):.1%} over all {len(compared)} numbers, "
+        f"{_rms(independent):.1%} over the {len(independent)} independent ones",
         "",
         f"{'predicted by a fit to the other figures':59} {'rms':>6} {'worst':>6}",
     ]
@@ -215,8 +201,13 @@ def render_errors() -> str:
         left_out = calibrate(efficiency, figures)
         worst = (left_out.ratio - 1).abs().max()
         name = f"{' and '.join(figures):15} ({_words(efficiency, 2)})"
-        lines.append(f"{name:59} {error(left_out):6.1%} {worst:6.1%}")
+        lines.append(f"{name:59} {_rms(left_out):6.1%} {worst:6.1%}")
     return "\n".join(lines)
+
+
+def _rms(compared: pd.DataFrame) -> float:
+    """Root mean square of the log ratio, which the fit minimises."""
+    return float(np.sqrt(np.square(np.log(compared.ratio)).mean()))
 
 
 def _words(efficiency: Efficiency, digits: int) -> str:
