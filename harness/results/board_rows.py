@@ -39,7 +39,7 @@ OF_SHARES = ["budget", "device_frac", "resident_frac"]
 ENDS = ["mean", "low", "high"]
 ALL_MODELS = "all models"
 LEAST_KL = 1e-6
-"""Nats: a smaller KL is rounding, and has no logarithm to speak of."""
+"""Nats: a smaller KL is rounding, and counts as this much."""
 ORACLES = ("oracle", "oracle-infinigen")
 """Methods that select by the true scores: upper bounds of hard selection of rows; the second by the
 paper's rule for a group. The first of them that ran is what is compared with."""
@@ -237,7 +237,8 @@ def board_of(
     Returns rows of the shape `board`, those of `board_pairs` for the first board, and the
     models over which no mean goes.
     """
-    windows = windows.assign(log=np.log(windows["kl_nats"].where(windows["kl_nats"] > LEAST_KL)))
+    itself = windows["method"].eq(FULL) & windows["codec"].eq("")  # has no distance to itself
+    windows = windows.assign(log=np.log(windows["kl_nats"].clip(lower=LEAST_KL)).mask(itself))
     models = pd.concat([windows["model"], answers["model"]]).unique()
     methods = windows.dropna(subset="own_budget").drop_duplicates(["model", "line"])
     num_methods = methods["model"].value_counts().reindex(models, fill_value=0)
@@ -312,16 +313,14 @@ def _beside_oracle(here: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     of_models = shown.groupby(["line", "model"])[OF_SHARES].mean().groupby("line")
     lines = lines.join(of_models.min().add_suffix("_low")).join(of_models.max().add_suffix("_high"))
 
-    zeros = lines["num_windows"] - of_lines["log"].count()
-    logs = shown[shown["line"].map(zeros).eq(0)].pivot(index=WINDOW, columns="line", values="log")
+    logs = shown.pivot(index=WINDOW, columns="line", values="log")
     lines["kl_nats"] = np.exp(estimates(logs)["mean"])
     logs = logs.reindex(oracle.index)
-    beside = logs.sub(oracle if oracle.notna().all() else math.nan, axis=0)
-    lines = lines.join(_ratios(estimates(beside, over_models=True)))
+    lines = lines.join(_ratios(estimates(logs.sub(oracle, axis=0), over_models=True)))
     lines.loc[reference, ["ratio_low", "ratio_high"]] = math.nan  # its ratio is 1 by its meaning
     lacks = _lacking(shown, oracle.index)
-    facts = lines.assign(is_missed=_misses_budget(here), num_zeros=zeros, lacks=lacks)
-    lines["apart"] = ["; ".join(_why_apart(line, oracle)) for line in facts.itertuples()]
+    facts = lines.assign(is_missed=_misses_budget(here), lacks=lacks)
+    lines["apart"] = ["; ".join(_why_apart(line, oracle.empty)) for line in facts.itertuples()]
     compared = lines[lines["apart"] == ""]
     pairs = _pairs(compared, logs)
     return lines.join(_ranks(compared, pairs)), pairs
@@ -337,12 +336,10 @@ def _ratios(found: pd.DataFrame) -> pd.DataFrame:
     return ends.apply(np.exp).join(found["degrees"])
 
 
-def _why_apart(line: Any, oracle: pd.Series) -> Iterator[str]:
+def _why_apart(line: Any, no_oracle: bool) -> Iterator[str]:
     """In words, why a line is not compared with the others; nothing if it is."""
-    if oracle.empty:
+    if no_oracle:
         yield "the oracle has no windows here"
-    elif oracle.isna().any():
-        yield f"the oracle's KL is 0 in {oracle.isna().sum()} of {len(oracle)} windows"
     elif line.method == FULL and not line.codec:
         yield "the full cache itself, whose KL is 0"
     else:
@@ -353,9 +350,6 @@ def _why_apart(line: Any, oracle: pd.Series) -> Iterator[str]:
             yield f"cannot have this budget: reads {read} %"
         if line.lacks:
             yield f"lacks {line.lacks}"
-        if line.num_zeros:
-            of_all = f"{line.num_zeros} of {line.num_windows} windows"
-            yield f"its KL is 0 in {of_all}, which has no ratio"
 
 
 def _lacking(rows: pd.DataFrame, due: pd.Index) -> pd.Series:
