@@ -69,7 +69,12 @@ def preset(name: str, **changes: object) -> Method:
 
 @dataclass(frozen=True)
 class Smooth:
-    """Distorts a row as an integer codec does, but without steps: no code that rounding could flip."""
+    """Distorts a row as an integer codec does, but without steps: no code that rounding could flip.
+
+    width: rows take so many times the bytes, and are distorted otherwise.
+    """
+
+    width: int = 1
 
     name = "smooth"
     bits = 4
@@ -83,24 +88,22 @@ class Smooth:
     def keys(self) -> Smooth:
         return self
 
-    @property
-    def values(self) -> Smooth:
-        return self
+    values = keys
 
     def bits_per_element(self, head_dim: int) -> float:
-        return 4 + 32 / head_dim
+        return self.width * (4 + 32 / head_dim)
 
     def row_bytes(self, head_dim: int) -> int:
-        return 4 * head_dim
+        return 4 * self.width * head_dim
 
     def roundtrip(self, rows: Tensor) -> Tensor:
-        return 0.8 * rows + 0.2 * torch.sin(3 * rows)
+        return 0.8 * rows + 0.2 * torch.sin(3 * self.width * rows)
 
     def encode(self, rows: Tensor) -> Tensor:
-        return self.roundtrip(rows).contiguous().view(torch.uint8)
+        return torch.cat([self.roundtrip(rows)] * self.width, -1).view(torch.uint8)
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-        return packed.view(torch.float32)
+        return packed.contiguous().view(torch.float32)[..., -head_dim:]
 
 
 @dataclass(frozen=True)
@@ -122,31 +125,7 @@ def smooth(row: np.ndarray) -> np.ndarray:
     return 0.8 * row + 0.2 * np.sin(3 * row)
 
 
-@dataclass(frozen=True)
-class Rough(Smooth):
-    """Another distortion, in rows of twice the bytes."""
-
-    name = "rough"
-    bits = 8
-
-    def bits_per_element(self, head_dim: int) -> float:
-        return 8 + 64 / head_dim
-
-    def row_bytes(self, head_dim: int) -> int:
-        return 8 * head_dim
-
-    def roundtrip(self, rows: Tensor) -> Tensor:
-        return 0.7 * rows - 0.2 * torch.cos(2 * rows)
-
-    def encode(self, rows: Tensor) -> Tensor:
-        made = self.roundtrip(rows)
-        return torch.cat([made, made], -1).view(torch.uint8)
-
-    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-        return packed.contiguous().view(torch.float32)[..., head_dim:]
-
-
-ROUGH = Rough()
+ROUGH = Smooth(width=2)
 
 
 class Case(NamedTuple):

@@ -121,14 +121,6 @@ def own_experiments(monkeypatch: pytest.MonkeyPatch, conf: Path) -> Callable[[st
     return add
 
 
-def own_file(text: str, name: str) -> Path:
-    """A user's file of this text in the current folder or below it."""
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path.resolve()
-
-
 def start(overrides: Sequence[str], resources: Resources | None = None) -> Path:
     """A run as the command line starts it."""
     return run(Run.of(load(overrides)), resources or Resources())

@@ -13,19 +13,20 @@ from harness.errors import UserError
 from tests.data.test_tasks import ANSWERED, loaded, settings, write_yaml  # noqa: F401, a fixture
 
 KEPT: dict[str, list[Any]] = {
-    "whole and other numbers": [12, 7.5, 48, 9.0, 1e22],
-    "a null among whole numbers": [12, None, 7],
-    "large numbers": [2**62 + 1, 2**64 - 1, 0],
-    "dates": ["2019-03-04", "2021-11-30"],
-    "times": ["2019-03-04T10:00:00", "2021-11-30T10:00:00Z"],
+    "rows": ["a", "b", "c", "d"],
+    "whole and other numbers": [12, 7.5, 9.0, 1e22],
+    "a null among whole numbers": [12, None, 7, 8],
+    "large numbers": [2**62 + 1, 2**64 - 1, 0, 1],
+    "dates": ["2019-03-04", "2021-11-30", "2019-03-04", "2020-01-01"],
+    "times": ["2019-03-04T10:00:00", "2021-11-30T10:00:00Z", "2019-03-04T10:00:00", "2021-11-30T10:00:00Z"],
     "numbers as text": ["007", "12", "{}", "null"],
-    "true and false": [True, False, None],
-    "many digits": [0.12345678901234567, 1.0],
-    "a list of several kinds": [[1, 2.5, "3", None, True], [[4]], []],
-    "objects with other fields": [{"x": 12}, {"y": {"z": [1, 7.5]}}, {"y": None, "x": 1}],
-    "objects in another order": [{"x": 1, "y": 2}, {"y": 2, "x": 1}],
+    "true and false": [True, False, None, True],
+    "many digits": [0.12345678901234567, 1.0, 2.5, 3.0],
+    "a list of several kinds": [[1, 2.5, "3", None, True], [[4]], [], [5]],
+    "objects with other fields": [{"x": 12}, {"y": {"z": [1, 7.5]}}, {"y": None, "x": 1}, {"x": 2}],
+    "objects in another order": [{"x": 1, "y": 2}, {"y": 2, "x": 1}, {"x": 1, "y": 2}, {"x": 1, "y": 2}],
 }
-"""The values of a column."""
+"""The values of each column."""
 CHANGED = {
     "more digits than JSON's reader has": [0.12345678901234567, 1],
     "a number beyond 64 bits": [1, 2**64],
@@ -34,12 +35,13 @@ CHANGED = {
 PLACES = ("data=local", "a named file", "a list", "a field", "a folder")
 
 
-def config_of(place: str, values: list[Any], folder: Path):
-    """A task whose field `value` has these values, in a file that is given in one of several ways."""
-    rows = [{"question": f"Q{number}", "value": value} for number, value in enumerate(values)]
+def config_of(place: str, columns: dict[str, list[Any]], folder: Path):
+    """A task whose prompts are these columns' values, in a file that is given in one of several ways."""
+    fields = {name.replace(" ", "_"): values for name, values in columns.items()}
+    rows = [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
+    text = "{% if true %}" + "|".join(f"{{{{{name}}}}}" for name in fields) + "{% endif %}"  # where null is allowed
     lines = "\n".join(map(json.dumps, rows)) + "\n\n"
-    text = "{{question}}{% if true %}: {{value}}{% endif %}"  # where null is allowed
-    task = ANSWERED | {"task": "mine", "doc_to_text": text, "doc_to_target": "question"}
+    task = ANSWERED | {"task": "mine", "doc_to_text": text, "doc_to_target": next(iter(fields))}
     (folder / "rows").mkdir()
     path = folder / "rows" / ("test.jsonl" if place in ("data=local", "a folder") else "rows.json")
     text = {"a list": json.dumps(rows, indent=1), "a field": json.dumps({"of": 1, "data": rows})}.get(place, lines)
@@ -65,17 +67,16 @@ def prompts(config, loaded) -> list[str]:
     return [request.args[0] for request in task.instances]
 
 
-@pytest.mark.parametrize("case", KEPT)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_value_of_json_stands_in_the_prompt_as_in_the_file(place, case, loaded, tmp_path):
-    asked = prompts(config_of(place, KEPT[case], tmp_path), loaded)
-    assert asked == [f"Q{number}: {value}" for number, value in enumerate(KEPT[case])]
+def test_values_of_json_stand_in_the_prompt_as_in_the_file(place, loaded, tmp_path):
+    asked = prompts(config_of(place, KEPT, tmp_path), loaded)
+    assert asked == ["|".join(map(str, values)) for values in zip(*KEPT.values(), strict=True)]
 
 
 @pytest.mark.parametrize("case", CHANGED)
 @pytest.mark.parametrize("place", PLACES[:2])
 def test_a_value_that_would_change_is_refused_by_its_field(place, case, loaded, tmp_path):
-    config = config_of(place, CHANGED[case], tmp_path)
+    config = config_of(place, {"value": CHANGED[case]}, tmp_path)
     with pytest.raises(UserError, match=r"/rows/\w+\.jsonl?: field 'value' holds a value that changes on its way"):
         load_suite(config, loaded)
 

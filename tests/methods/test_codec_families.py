@@ -143,12 +143,6 @@ def test_a_tiles_bytes_cross_the_link_once_it_is_full():
         assert session.reads.device_frac - session.reads.budget == pytest.approx(np.mean(on_device))
 
 
-@pytest.mark.parametrize(("make", "name"), [(KvarnCodec, "kvarn3"), (BlockGtqCodec, "gtq4"), (GgmlCodec, "q4_1")])
-def test_an_unknown_name_is_refused(make, name):
-    with pytest.raises(ValueError, match=f"codec='{name}': must be one of"):
-        make(name)
-
-
 # Block-GTQ
 
 

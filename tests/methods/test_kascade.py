@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing
 from itertools import combinations
 
 import numpy as np
@@ -16,7 +15,7 @@ from harness.replay import decode_pass as passes
 from methods.base import Geometry, Lengths, TokenCounts
 from methods.kascade import Kascade, best_anchors
 from tests.cases import Case
-from tests.living import attached_with_link, calibration_of, force, open_live, setup_of, tiny
+from tests.living import calibration_of, setup_of, tiny
 from tests.reference import softmax
 from tests.replaying import LENGTH, PROMPT, calibrated, run, token_ids, watched
 
@@ -118,11 +117,3 @@ def test_anchors_are_settled_by_the_calibration_and_change_no_budget():
     lengths = Lengths(torch.tensor([10]), torch.tensor([20]))
     with pytest.raises(ValueError, match=r"method\.anchors=\(0, 7\): must be layers from 0 to 5"):
         Kascade(anchors=(0, 7)).new_state(Geometry(6, 4, 2, 8, 1.0, "llama"), lengths, {"similarity": similarity})
-
-
-def test_a_step_forgets_what_was_chosen_for_the_step_before():
-    with attached_with_link("gqa") as (attached, link):
-        case = Case(METHODS["two anchors"])
-        with closing(open_live(attached, case, placement="host", link=link)) as session:
-            force(session, (24,))
-            assert [len(state.chosen) for state in session.states] == [1]

@@ -13,6 +13,7 @@ import torch
 from harness.run.compose import load
 from harness.run.kinds import digests_of
 from methods.base import Geometry, Lengths, PromptRows, QueryRows, TokenCounts
+from methods.criticalkv import CriticalKV
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, choose_columns
@@ -26,6 +27,7 @@ from methods.pqcache import PQCache
 from methods.projection import right_vectors
 from methods.prompt_evicting import ExpectedAttention, SnapKV
 from methods.quest import Quest
+from methods.retroinfer import RetroInfer
 from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.selection import GROUPS
@@ -55,6 +57,7 @@ REFUSED = {
     ">= 0": [(Full, "dense_layers", -1), (Streaming, "num_sinks", -1), (ExpectedAttention, "epsilon", -0.1)],
     ">= 0, inf or null": [(Oracle, "alpha", -1.0)],
     ">= 1": [(Quest, "page_size", 0), (SnapKV, "window", 0), (Kascade, "num_anchors", 0)],
+    "": [(RetroInfer, "retrieval_frac", 0.0), (RetroInfer, "estimation_frac", -0.1), (RetroInfer, "segment", 15)],
     "a list of layers >= 0, or null": [(Kascade, "anchors", (-1,))],
     ">= 1 or null": [(Oracle, "fixed_fetch", 0), (TOVA, "kept_tokens", 0)],
     "odd integer >= 1": [(SnapKV, "kernel", 4), (RKV, "kernel", 2)],
@@ -105,6 +108,7 @@ AT_A_BATCH = [
     (RocketKV(), [90, 40], [99, 60], "method.budget=0.2: must be more: it keeps 23 of 40 tokens, which"),
     (RocketKV(budget_tokens=4), [60], [80], "method.budget_tokens=4: must be more: it keeps 18 of 60 tokens, which"),
     (RocketKV(budget_tokens=40, num_sinks=20), [90], [99], "method.num_sinks=20: must be below 20, what is read of a"),
+    (RetroInfer(num_sinks=64, recent_frac=0.2), [80], [90], "method.num_sinks=64: must be below 64, so that a prompt"),
     (VAttention(), [90, 49], [99, 60], "method.num_sinks=4: must be below 4, the fixed set of a prompt of 49 tokens"),
     (VAttention(fixed_frac=0.5, budget=0.1), [40], [60], "method.num_sinks=4: must be below 4, the fixed set of a"),
 ]  # fmt: skip
@@ -177,6 +181,8 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
         (InfiniGen2(), "InfiniGen2"), (InfiniGen2Sampled(), "InfiniGen2, sampled rest"),
         (SnapKV(layers="pyramid"), "PyramidKV"), (SnapKV(heads="adaptive"), "Ada-KV"),
         (SnapKV(layers="pyramid", heads="adaptive"), "Ada-PyramidKV"),
+        (CriticalKV(), "CriticalKV"), (CriticalKV(heads="adaptive"), "Ada-CriticalKV"),
+        (CriticalKV(layers="pyramid", heads="adaptive"), "Ada-Pyramid-CriticalKV"),
     ],
 )  # fmt: skip
 def test_labels_are_titles_and_what_makes_another_method_of_it(method, label):

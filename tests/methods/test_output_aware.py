@@ -192,11 +192,6 @@ def test_the_most_that_a_head_keeps_by_hand():
     assert defensive.tokens_kept(row, 2) == 100 + 10, "a head may keep the whole prompt"
 
 
-def test_shared_budgets_have_names_of_their_own():
-    assert CriticalKV().title == "CriticalKV" and CriticalKV(heads="adaptive").title == "Ada-CriticalKV"
-    assert CriticalKV(layers="pyramid", heads="adaptive").title == "Ada-Pyramid-CriticalKV"
-
-
 def test_a_model_whose_output_projection_is_not_known_is_refused_in_one_line():
     shape = {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"] * 4, "num_experts": 0}
     method = CriticalKV(budget=0.7, window=3)

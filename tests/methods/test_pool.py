@@ -151,8 +151,3 @@ def test_replay_is_the_reference(name, family, monkeypatch):
         assert traces[-1].margin > 1e-6, "these ids make a choice that rounding decides"
         assert largest_difference(logits[1:], traces[-1].logits) <= TOLERANCE
     assert got.budget == pytest.approx(plain.budget(traces))
-
-
-def test_the_artifacts_eviction_is_not_decoded_live():
-    assert "method.eviction=artifact: frees no slot, " in SIMULATED["artifact-counter"].replay_only
-    assert LIMITED["counter"].replay_only is None

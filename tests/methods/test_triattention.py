@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -74,9 +72,3 @@ def test_a_model_without_rotary_positions_is_refused_in_one_line():
             new_states(attached, method, lengths, measured)
     line = "method.offset_max_length=65536: must be used with rotary positions, which turn the centres: model family "
     assert str(refusal.value) == f"{line}'opt' has none in layers that see all tokens"
-
-
-def test_distances_double_up_to_the_largest():
-    assert TriAttention().offsets == [2**power for power in range(17)]
-    assert TriAttention(offset_max_length=1).offsets == [1] and TriAttention(offset_max_length=7).offsets == [1, 2, 4]
-    assert math.log2(TriAttention().offset_max_length) == 16

@@ -11,27 +11,21 @@ import pytest
 from harness import files
 from harness.errors import UserError, exit_code
 
-V2 = {
-    "proc/self/cgroup": "0::/job/step\n",
-    "sys/fs/cgroup/job/memory.max": "6000\n",
-    "sys/fs/cgroup/job/memory.current": "5000\n",
-    "sys/fs/cgroup/job/memory.stat": "anon 1\ninactive_file 700\n",
-    "sys/fs/cgroup/job/step/memory.max": "max\n",
-    "sys/fs/cgroup/job/step/memory.current": "10\n",
-    "sys/fs/cgroup/job/step/memory.stat": "inactive_file 5\n",
-}
 
-
-@pytest.mark.parametrize(
-    ("tree", "limits"),
-    [(V2, [(6000, 4300)]), ({"proc/self/cgroup": "0::/\n"}, []), ({}, [])],
-    ids=["v2", "unlimited", "no Linux"],
-)
-def test_limits_of_the_control_groups_around_a_process(tree, limits, tmp_path):
-    for name, text in tree.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert list(files.memory_limits(tmp_path)) == limits
+def test_limits_of_the_control_groups_around_a_process(tmp_path):
+    assert list(files.memory_limits(tmp_path)) == [], "no Linux"
+    group = tmp_path / "sys/fs/cgroup/job"
+    tree = {
+        tmp_path / "proc/self/cgroup": "0::/job/step\n",
+        group / "memory.max": "6000\n",
+        group / "memory.current": "5000\n",
+        group / "memory.stat": "anon 1\ninactive_file 700\n",
+        group / "step/memory.max": "max\n",
+    }
+    for path, text in tree.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert list(files.memory_limits(tmp_path)) == [(6000, 4300)]
 
 
 def test_memory_ends_at_the_tightest_limit(monkeypatch):
@@ -62,20 +56,15 @@ def test_the_settings_say_how_much_memory_there_is(monkeypatch):
     assert files.available_memory() == 2**30
 
 
-@pytest.mark.parametrize(
-    ("variables", "folder"),
-    [
-        ({"KV_HARNESS_CACHE": "/a"}, "/a"),
-        ({"XDG_CACHE_HOME": "/b"}, "/b/kv-harness"),
-        ({"HOME": "/c"}, "/c/.cache/kv-harness"),
-    ],
-)
-def test_the_cache_folder(variables, folder, monkeypatch):
+def test_the_cache_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/c")
     for name in ("KV_HARNESS_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert files.cache_dir() == Path(folder)
+    assert files.cache_dir() == Path("/c/.cache/kv-harness")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert files.cache_dir() == Path("/b/kv-harness")
+    monkeypatch.setenv("KV_HARNESS_CACHE", "/a")
+    assert files.cache_dir() == Path("/a")
 
 
 def test_a_write_that_fails_or_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
@@ -109,9 +98,6 @@ def test_a_full_disk_names_the_file(tmp_path, capsys):
 
     assert exit_code(write) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}/file: No space left on device\n"
-    assert exit_code(lambda: Path("x" * 5000).is_file() or os.stat("x" * 5000)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: xxxx") and line.endswith(": File name too long")
 
 
 def test_scratch_files_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path):

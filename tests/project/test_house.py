@@ -63,6 +63,22 @@ def setup(checkout: Path) -> int:
     return (checkout / "log").read_text().split().count("made")
 
 
+def test_setup_installs_once_and_again_after_a_change_or_a_failure(checkout):
+    assert [setup(checkout), setup(checkout)] == [1, 1]
+    environment, made = checkout / ".venv", 1
+    assert (environment / ".gitignore").read_text() == "*\n"
+    newer = (environment / "installed").stat().st_mtime + 10
+    os.utime(checkout / "requirements-model.lock", (newer, newer))
+    for failure in ("pip-fails", "import-fails"):
+        (checkout / failure).touch()
+        assert make(checkout, "setup", f"PYTHON={checkout}/python").returncode != 0
+        assert not (environment / "installed").exists(), "half an installation is none"
+        (checkout / failure).unlink()
+        made += 2
+        assert setup(checkout) == made
+        (environment / "installed").write_text("/elsewhere\n")  # the folder was copied
+
+
 def test_an_environment_behind_a_link_is_left_alone(checkout):
     other = checkout / "other"
     (other / "bin").mkdir(parents=True)
@@ -70,32 +86,6 @@ def test_an_environment_behind_a_link_is_left_alone(checkout):
     done = make(checkout, "setup", f"PYTHON={checkout}/python")
     assert done.returncode == 2 and "error: .venv is a link" in done.stderr
     assert (other / "bin").is_dir() and not (checkout / "log").exists()
-
-
-def newer_lock(checkout: Path) -> None:
-    newer = (checkout / ".venv" / "installed").stat().st_mtime + 10
-    os.utime(checkout / "requirements-model.lock", (newer, newer))
-
-
-def copied(checkout: Path) -> None:
-    (checkout / ".venv" / "installed").write_text("/elsewhere\n")
-
-
-@pytest.mark.parametrize("change", [newer_lock, copied])
-def test_setup_installs_once_and_again_after_a_change(change, checkout):
-    assert [setup(checkout), setup(checkout)] == [1, 1]
-    assert (checkout / ".venv" / ".gitignore").read_text() == "*\n"
-    change(checkout)
-    assert setup(checkout) == 2
-
-
-@pytest.mark.parametrize("failure", ["pip-fails", "import-fails"])
-def test_half_an_installation_is_none(checkout, failure):
-    (checkout / failure).touch()
-    assert make(checkout, "setup", f"PYTHON={checkout}/python").returncode != 0
-    assert not (checkout / ".venv" / "installed").exists()
-    (checkout / failure).unlink()
-    assert setup(checkout) == 2
 
 
 @pytest.mark.parametrize("python, message", [("false", "PYTHON=false is not"), ("", "name one with PYTHON=")])

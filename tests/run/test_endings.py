@@ -14,7 +14,7 @@ from harness.errors import UserError
 from harness.model import calibration
 from harness.results.record import read_all
 from harness.run.cli import main
-from tests.methods.test_hostile_files import HEAD, METHOD, SHORT
+from tests.methods.test_own_files import EVICTING, SHORT
 from tests.run.test_processes import forked
 from tests.runs import reading, tiny_loaded
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_method_that_ends_the_process_leaves_an_interrupted_run(own_folder, monkeypatch):
     texts = reading(monkeypatch, own_folder, tiny_loaded())
-    Path("mine.py").write_text(HEAD + METHOD.replace("return value", "import os; os._exit(0); return value"))
+    Path("mine.py").write_text(EVICTING.replace("return value", "import os; os._exit(0); return value"))
     copy = forked(lambda: main(["method=./mine.py", *texts, *SHORT]))
     assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 0
     assert [record["status"] for record in read_all("outputs")] == ["interrupted"]
@@ -40,7 +40,7 @@ def test_output_that_nobody_reads_on_ends_the_command_quietly(tmp_path):
 
 def test_a_broken_pipe_of_the_methods_own_is_told(own_folder, monkeypatch, capfd):
     texts = reading(monkeypatch, own_folder, tiny_loaded())
-    Path("mine.py").write_text(HEAD + METHOD.replace("return value", "raise BrokenPipeError(32, 'gone'); return value"))
+    Path("mine.py").write_text(EVICTING.replace("return value", "raise BrokenPipeError(32, 'gone'); return value"))
     assert main(["method=./mine.py", *texts, *SHORT]) == 2
     assert "gone" in capfd.readouterr().err
 

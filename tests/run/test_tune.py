@@ -22,8 +22,7 @@ from harness.run.compose import choices, compose, load
 from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
 from harness.settings.schema import options
-from tests.methods.test_own_codec import HEAD as CODEC_HEAD
-from tests.methods.test_own_codec import MINE as CODEC
+from tests.methods.test_own_files import CODEC
 from tests.runs import Row, letters, rows_at
 from tests.tokens import byte_tokenizer
 
@@ -211,7 +210,7 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, shipp
     byte_tokenizer().save_pretrained("smollm2-135m")
     *_, example = (ROOT / "README.md").read_text().split("```python\n")
     Path("long_value.py").write_text(example.partition("```")[0])
-    Path("mine.py").write_text(CODEC_HEAD + CODEC)
+    Path("mine.py").write_text(CODEC)
     settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
     own = ["method=./long_value.py", "codec=./mine.py", "sweep.longer=null"]
     assert cli.main(["experiment=board", *settings, *own]) == 0, capsys.readouterr().err
