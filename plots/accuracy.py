@@ -63,7 +63,7 @@ def fig11(tasks: pd.DataFrame, texts: pd.DataFrame) -> Figure | None:
         metric, task = panel.metric.iloc[0], panel.task.iloc[0]
         axes.set(xlabel=style.BUDGET_AXIS, ylabel=axis(panel))
         if metric == "kl_nats":  # the full cache's is 0
-            style.log(axes.yaxis)
+            style.log(axes, "y")
         else:
             style.full_lines(axes, panel[panel.label == style.FULL])
         if task in CHANCE:
@@ -98,7 +98,7 @@ def fig19(table: pd.DataFrame) -> Figure | None:
             style.full_lines(axes, full)
             style.budget_lines(axes, under, codecs=codecs)
             axes.set_xlabel(style.BUDGET_AXIS)
-        style.log(axes.yaxis, panel.value)
+        style.log(axes, "y", panel.value)
         axes.set_ylabel("perplexity")
 
     note = style.error_note(rows)
@@ -149,7 +149,7 @@ def _by_share(
         style.draw_lines(axes, panel, looks)
         axes.set(ylabel=axis(panel), xlabel=words)
         if kl_of_any_size and panel.metric.iloc[0] == "kl_nats":
-            style.log(axes.yaxis)
+            style.log(axes, "y")
 
     tasks = ", ".join(sorted(set(rows[rows.metric == "acc"].task)))
     note = f"accuracy: mean of {tasks}; {style.error_note(rows)}"
@@ -204,7 +204,7 @@ def _by_chunk(
             style.draw_lines(axes, line, at=middles)  # a missing range is a gap
         every = -(-len(edges) // MAX_TICKS)
         axes.set(xticks=edges[::every], xlim=(edges[0], edges[-1]))
-        style.log(axes.yaxis, panel.value)
+        style.log(axes, "y", panel.value)
         axes.set(xlabel=words, ylabel=axis(panel))
 
     note = f"percentages: budgets; {bars or style.error_note(rows)}"
@@ -231,7 +231,7 @@ def attention_error(table: pd.DataFrame) -> Figure | None:
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         style.draw_lines(axes, panel)
         axes.set(xlabel="layer", ylabel=axis(panel))
-        style.log(axes.yaxis)
+        style.log(axes, "y")
 
     setup = ("model", "task", "metric", "num_samples", "source")
     note = "percentages: budgets; bars: one standard error over windows"
@@ -264,7 +264,7 @@ def long(table: pd.DataFrame) -> Figure | None:
         style.draw_names(axes, panel, labels, lengths)
         axes.set_xlabel(axis(panel) if is_kl else "right answers (%)")
         if is_kl:
-            style.log(axes.xaxis)
+            style.log(axes, "x")
 
     tasks = ", ".join(sorted(set(needles.task)))
     note = f"right answers: mean of {tasks}; bars one standard error"

@@ -109,7 +109,7 @@ def _draw_histogram(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
             axes.stairs(bins.value, edges, label=name, linewidth=1.2, **line)
     axes.set(xlabel="key tokens for 0.9 of the weight (tokens)", ylabel="queries and heads (%)")
     # Most queries of a late layer need few tokens; the others would not be seen.
-    style.log(axes.yaxis)
+    style.log(axes, "y")
 
 
 def _draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks) -> None:

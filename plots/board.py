@@ -50,8 +50,8 @@ def budget(methods: pd.DataFrame) -> Figure | None:
             beside = line.x * np.exp(shifts[label])  # where a bar hides no other
             like: Any = {"color": style.look(str(label)).color, "fmt": "_", "markersize": 3}
             axes.errorbar(beside, line.y, [below, above], elinewidth=0.8, **like)
-        style.log(axes.xaxis)
-        style.log(axes.yaxis)
+        style.log(axes, "x")
+        style.log(axes, "y")
         ticks = sorted(set(panel.x))
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()

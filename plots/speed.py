@@ -55,13 +55,13 @@ def fig14(table: pd.DataFrame) -> Figure | None:
         axes.bar(0, 0, 0, label="decode (the system's colour)", color=style.GREY)
         marked = points[points.series.isin(tops.index)].set_index("series").value
         near = NEAR * max([panel.total_s.max(), *marked])
-        for label, total_s in panel.set_index("label").total_s.dropna().items():
-            words = f"{total_s:,.1f}" if total_s < 10 else f"{total_s:,.0f}"
-            top, above = total_s, (0, 1.5)
-            if abs(marked.get(label, math.inf) - top) < near:  # it would hide the number
-                top, above = max(top, marked[label]), (0, 3.5)
+        for _, row in panel.dropna(subset="total_s").iterrows():
+            words = f"{row.total_s:,.1f}" if row.total_s < 10 else f"{row.total_s:,.0f}"
+            top, above = row.total_s, (0, 1.5)
+            if abs(marked.get(row.label, math.inf) - top) < near:  # it would hide the number
+                top, above = max(top, marked[row.label]), (0, 3.5)
             place: Any = {"xytext": above, "textcoords": "offset points", "fontsize": 6}
-            axes.annotate(words, (tops[label], top), **place, ha="center", va="bottom")
+            axes.annotate(words, (tops[row.label], top), **place, ha="center", va="bottom")
 
     return _draw_timed(table, data.TIMED_SETUP, draw)
 
@@ -254,5 +254,5 @@ def _draw_batches(axes: Axes, panel: pd.DataFrame) -> None:
     if not math.isnan(best_of_base):
         axes.axhline(best_of_base, color=style.GREY, linewidth=0.8, linestyle=":")
     style.log2_x(axes, [power for power in POWERS if power <= 2 * panel.batch_size.max()])
-    style.log(axes.yaxis)
+    style.log(axes, "y")
     axes.set(xlabel="batch size (sequences)", ylabel="decode tokens/s of the batch")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -258,13 +258,14 @@ def budget_lines(axes: Axes, rows: pd.DataFrame, *, codecs: str) -> None:
     axes.set_xlim(left=0)
 
 
-def log(axis: Axis, values: pd.Series | None = None) -> None:
+def log(axes: Axes, of: Literal["x", "y"], values: pd.Series | None = None) -> None:
     """Make an axis logarithmic, with plain numbers at 1, 2 and 5.
 
     Given `values`, only where the largest is over `WIDE` times the smallest.
     """
     if values is None or values.max() > WIDE * values.min():
-        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        axes.set(**{f"{of}scale": "log"})
+        axis: Axis = {"x": axes.xaxis, "y": axes.yaxis}[of]
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())

@@ -42,12 +42,8 @@ if TYPE_CHECKING:
 MASS = 0.9
 SMALL = 0.01
 """Share of the keys that counts as few."""
-SIMILARITY_LAYERS, KEY_TOKENS_LAYERS, COLUMN_LAYERS, SPARSITY_LAYERS = (
-    (0, 8, 16, 24),
-    (0, 18),
-    (0, 18),
-    (0, 12, 24, 30),
-)
+SIMILARITY_LAYERS, SPARSITY_LAYERS = (0, 8, 16, 24), (0, 12, 24, 30)
+KEY_TOKENS_LAYERS = COLUMN_LAYERS = (0, 18)
 """Of the paper's 32 layers. For the similarity it shows several, layer 0 among them, and does not
 say which others."""
 WATCHED_LAYER, WATCHED_HEAD, PAPER_NUM_HEADS = (18,), 30, 32

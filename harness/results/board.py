@@ -14,7 +14,7 @@ as a frame of the shape `board`.
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def show_points(difference: float) -> str:
     return f"+{shown}" if difference > 0 else shown
 
 
-def _cells(row: Mapping[str, Any], to: str = " to ") -> dict[str, str]:
+def _cells(row: Any, to: str = " to ") -> dict[str, str]:
     """A row's cells by column. to: between the ends of a range of models or ranks.
 
     A difference of answers is marked where its note says more, a step where it was not timed.
@@ -244,7 +244,7 @@ def _by_memory(rows: pd.DataFrame) -> Iterator[Sheet]:
         table.insert(1, "asked", found["asked_budget"].map(_budget))
         table.insert(2, "link + device (%)", found["traffic"].map(metrics.BUDGET.show))
         limits = {"equal": 100 * EQUAL, "same_step": 100 * SAME_STEP}
-        words = note("memory", costs=", ".join(costs_of(found)), **limits)
+        words = note("memory", costs=", ".join(map(str, costs_of(found))), **limits)
         title = f"by memory, windows of {seq_len:,.0f} tokens"
         yield Sheet(title, table, [words, *_notes_on_steps(found)])
 

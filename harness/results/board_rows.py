@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ from harness.results.metrics import BUDGET, DENSE_LAYERS, EQUAL
 from harness.results.record import Record, in_words
 from harness.results.samples import FULL, is_full
 from harness.results.sheet import show_range
-from harness.results.stats import LEVEL, estimates, holm, unseen_rate
+from harness.results.stats import LEVEL, ROUNDING, estimates, holm, unseen_rate
 from harness.settings.kinds import OF_CODECS
 from harness.settings.paths import COMMAND, models_beside, table_to_read
 
@@ -39,7 +39,7 @@ OF_SHARES = ["budget", "device_frac", "resident_frac"]
 ENDS = ["mean", "low", "high"]
 ALL_MODELS = "all models"
 LEAST_KL = 1e-6
-"""Nats: a smaller KL is rounding, and has no logarithm to speak of."""
+"""Nats: a smaller KL is rounding, and counts as this much."""
 ORACLES = ("oracle", "oracle-infinigen")
 """Methods that select by the true scores: upper bounds of hard selection of rows; the second by the
 paper's rule for a group. The first of them that ran is what is compared with."""
@@ -65,12 +65,14 @@ def evidence_of(records: Iterable[Record]) -> dict[str, pd.DataFrame]:
     others = pd.concat([tables[TEXTS], tables[ANSWERS]]).drop_duplicates("ran", keep="last")
     steps = tables[STEPS]
     steps["label"] = steps["ran"].map(others.set_index("ran")["label"]).fillna(steps["label"])
-    for name, frame in tables.items():
-        runs = frame.groupby(list(IDENTITY[SHAPES[name]]), dropna=False)["run_id"]
-        tables[name] = frame[frame["run_id"] == runs.transform("last")].fillna(
-            {"source": "measured"}
-        )
-    return tables
+    found = {name: _once(frame, name, "run_id", "last") for name, frame in tables.items()}
+    return {name: frame.fillna({"source": "measured"}) for name, frame in found.items()}
+
+
+def _once(rows: pd.DataFrame, table: str, of: str, which: Literal["last", "min"]) -> pd.DataFrame:
+    """Rows of a table, of each identity those of one run or folder. of: the column of this."""
+    same = rows.groupby(list(IDENTITY[SHAPES[table]]), dropna=False)[of]
+    return rows[rows[of] == same.transform(which)]
 
 
 def _run(record: Record) -> dict[str, Any]:
@@ -216,11 +218,8 @@ def _read(folders: Sequence[Path], name: str) -> pd.DataFrame:
         path = table_to_read(folder, f"{name}.csv")
         if path is not None:
             frames.append(read_frame(path).assign(folder=number))
-    rows = pd.concat(frames, ignore_index=True)
-    of_run = rows.groupby(list(IDENTITY[SHAPES[name]]), dropna=False)["folder"]
-    return rows[rows["folder"] == of_run.transform("min")].rename(
-        columns={"asked_budget": "own_budget"}
-    )
+    rows = _once(pd.concat(frames, ignore_index=True), name, "folder", "min")
+    return rows.rename(columns={"asked_budget": "own_budget"})
 
 
 # The boards
@@ -238,7 +237,8 @@ def board_of(
     Returns rows of the shape `board`, those of `board_pairs` for the first board, and the
     models over which no mean goes.
     """
-    windows = windows.assign(log=np.log(windows["kl_nats"].where(windows["kl_nats"] > LEAST_KL)))
+    itself = windows["method"].eq(FULL) & windows["codec"].eq("")  # has no distance to itself
+    windows = windows.assign(log=np.log(windows["kl_nats"].clip(lower=LEAST_KL)).mask(itself))
     models = pd.concat([windows["model"], answers["model"]]).unique()
     methods = windows.dropna(subset="own_budget").drop_duplicates(["model", "line"])
     num_methods = methods["model"].value_counts().reindex(models, fill_value=0)
@@ -309,23 +309,18 @@ def _beside_oracle(here: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     places = shown.drop_duplicates(["line", "part", "place"])
     lines["num_places"] = places.groupby("line").size()
     lines["dense_numbers"] = of_lines["dense_layers"].agg(_in_words)
-    lines["has_own_windows"] = of_lines["shipped"].agg(lambda shipped: shipped.ne("yes").any())
+    lines["has_own_windows"] = shown["shipped"].ne("yes").groupby(shown["line"]).any()
     of_models = shown.groupby(["line", "model"])[OF_SHARES].mean().groupby("line")
     lines = lines.join(of_models.min().add_suffix("_low")).join(of_models.max().add_suffix("_high"))
 
-    zeros = lines["num_windows"] - of_lines["log"].count()
-    logs = shown[shown["line"].map(zeros).eq(0)].pivot(index=WINDOW, columns="line", values="log")
+    logs = shown.pivot(index=WINDOW, columns="line", values="log")
     lines["kl_nats"] = np.exp(estimates(logs)["mean"])
     logs = logs.reindex(oracle.index)
-    beside = logs.sub(oracle if oracle.notna().all() else math.nan, axis=0)
-    lines = lines.join(_ratios(estimates(beside, over_models=True)))
+    lines = lines.join(_ratios(estimates(logs.sub(oracle, axis=0), over_models=True)))
     lines.loc[reference, ["ratio_low", "ratio_high"]] = math.nan  # its ratio is 1 by its meaning
-    facts = lines.assign(
-        is_missed=_misses_budget(here),
-        num_zeros=zeros,
-        lacks=_lacking(shown, oracle.index),
-    )
-    lines["apart"] = ["; ".join(_why_apart(line, oracle)) for line in facts.itertuples()]
+    lacks = _lacking(shown, oracle.index)
+    facts = lines.assign(is_missed=_misses_budget(here), lacks=lacks)
+    lines["apart"] = ["; ".join(_why_apart(line, oracle.empty)) for line in facts.itertuples()]
     compared = lines[lines["apart"] == ""]
     pairs = _pairs(compared, logs)
     return lines.join(_ranks(compared, pairs)), pairs
@@ -341,12 +336,10 @@ def _ratios(found: pd.DataFrame) -> pd.DataFrame:
     return ends.apply(np.exp).join(found["degrees"])
 
 
-def _why_apart(line: Any, oracle: pd.Series) -> Iterator[str]:
+def _why_apart(line: Any, no_oracle: bool) -> Iterator[str]:
     """In words, why a line is not compared with the others; nothing if it is."""
-    if oracle.empty:
+    if no_oracle:
         yield "the oracle has no windows here"
-    elif oracle.isna().any():
-        yield f"the oracle's KL is 0 in {oracle.isna().sum()} of {len(oracle)} windows"
     elif line.method == FULL and not line.codec:
         yield "the full cache itself, whose KL is 0"
     else:
@@ -357,12 +350,9 @@ def _why_apart(line: Any, oracle: pd.Series) -> Iterator[str]:
             yield f"cannot have this budget: reads {read} %"
         if line.lacks:
             yield f"lacks {line.lacks}"
-        if line.num_zeros:
-            of_all = f"{line.num_zeros} of {line.num_windows} windows"
-            yield f"its KL is 0 in {of_all}, which has no ratio"
 
 
-def _lacking(rows: pd.DataFrame, due: pd.MultiIndex) -> pd.Series:
+def _lacking(rows: pd.DataFrame, due: pd.Index) -> pd.Series:
     """By line, which due windows or contexts are not among its rows, in words: whole models, whole
     texts of a model, or so many."""
 
@@ -441,8 +431,7 @@ def _beside_full(answers: pd.DataFrame) -> pd.DataFrame:
     found["low"] = found["low"].mask(is_alike, found["mean"] - unseen)
     found["high"] = found["high"].mask(is_alike, found["mean"] + unseen)
 
-    of_lines = answers.groupby("line")
-    has_own = of_lines["shipped"].agg(lambda shipped: shipped.ne("yes").any())
+    has_own = answers["shipped"].ne("yes").groupby(answers["line"]).any()
     lines = pd.DataFrame({"has_own_answers": has_own})
     lines["answers"] = estimates(shares, asked)["mean"]
     lines["num_questions"] = both.groupby("line")["asked"].sum()
@@ -475,10 +464,8 @@ def _timed_alike(steps: pd.DataFrame) -> pd.DataFrame:
 def _step_of_lines(here: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """`step_s`, `step_source` and `step_on` of the lines whose method was timed. Lines of other
     lengths of windows than the prompts have none."""
-    here = here.assign(
-        budget=here.groupby(["line", "model"])["budget"].transform("mean"),
-        prompt_len=here["seq_len"],
-    )
+    read = here.groupby(["line", "model"])["budget"].transform("mean")
+    here = here.assign(budget=read, prompt_len=here["seq_len"])
     same = ["model", "prompt_len", "method", "codec", "label", "dense_layers"]
     timed = here.drop_duplicates(["line", "model"]).merge(steps, on=same, suffixes=("", "_timed"))
     timed["is_timed"] = timed["own_budget"].fillna(0) == timed["own_budget_timed"].fillna(0)
@@ -510,14 +497,13 @@ def costs_of(rows: pd.DataFrame) -> pd.DataFrame:
     link, device = (
         (rows[f"{name}_low"] + rows[f"{name}_high"]) / 2 for name in ("budget", "device_frac")
     )
-    return pd.DataFrame(
-        {
-            "link": link,
-            "link + device": link.mask(rows["family"] == "evicts", 0) + device,
-            "resident": rows["resident_frac_high"],
-            "step time": rows["step_s"],
-        }
-    )
+    costs = {
+        "link": link,
+        "link + device": link.mask(rows["family"] == "evicts", 0) + device,
+        "resident": rows["resident_frac_high"],
+        "step time": rows["step_s"],
+    }
+    return pd.DataFrame(costs)
 
 
 def is_whole(rows: pd.DataFrame) -> pd.Series:
@@ -534,11 +520,11 @@ def fronts(lines: pd.DataFrame) -> pd.Series:
     rivals = lines[is_whole(lines) & ~lines["method"].isin(ORACLES)]
     for _, rows in rivals.groupby("seq_len"):
         kl = rows["kl_nats"].to_numpy()
-        is_closer = kl < kl[:, None]
+        is_closer = kl < (1 - ROUNDING) * kl[:, None]
         for name, costs in costs_of(rows).items():
             limits = costs + EQUAL * (name == "link")
             limits *= 1 + SAME_STEP * (name == "step time")
             is_cheap = costs.to_numpy() <= limits.to_numpy()[:, None]
             is_beaten = (is_closer & is_cheap).any(axis=1)
-            front[rows.index[~is_beaten & costs.notna()]] += f", {name}"
+            front[rows.index[costs.notna().to_numpy() & ~is_beaten]] += f", {name}"
     return front.str.removeprefix(", ")

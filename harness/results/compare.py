@@ -2,9 +2,8 @@
 
     python -m harness.results.compare before.zip after.zip
 
-A number of A is matched with the number of B of the same `KEYS`; of several such runs the newest
-counts. If both have the same settings and data, the standard error is that of the paired difference
-on the same questions, windows or prompts, else that of two independent numbers.
+The standard error is that of the paired difference on the same questions, windows or prompts where
+both runs have the same settings and data, else that of two independent numbers.
 """
 
 import argparse
@@ -97,18 +96,16 @@ def _paired(before: Sequence[Record], after: Sequence[Record]) -> pd.DataFrame:
 def text_of(frame: pd.DataFrame) -> str:
     """The numbers that moved, the largest change first, and how many one of the two has alone."""
     count, moved = frame["_merge"].value_counts(), frame[frame["moved"]]
-    lines = [
-        f"{count['both']} numbers in both: {len(moved)} moved; "
-        f"{count['left_only']} only in A, {count['right_only']} only in B"
-    ]
+    alone = f"{count['left_only']} only in A, {count['right_only']} only in B"
+    text = f"{count['both']} numbers in both: {len(moved)} moved; {alone}"
     if len(moved):
         shown = moved[[*VALUES, "metric", *NAMES]].rename(columns={"before": "A", "after": "B"})
         shown = shown.replace("", None).dropna(axis=1, how="all").head(MAX_SHOWN)
         table = shown.to_markdown(
             index=False, tablefmt="simple", floatfmt=".6g", missingval=MISSING
         )
-        lines += ["", *table.splitlines(), f"{len(shown)} of {len(moved)} that moved"]
-    return "\n".join(map(printable, lines))
+        text += f"\n\n{table}\n{len(shown)} of {len(moved)} that moved"
+    return "\n".join(map(printable, text.splitlines()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

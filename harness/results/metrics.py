@@ -37,14 +37,13 @@ class Metric(NamedTuple):
     """A number that is measured, or another column of a table.
 
     words: the heading without its unit. digits: after the point; None for a column of words.
-    logarithmic: the axis of a chart. phrase: a value within a sentence; "" to leave it out.
+    phrase: a value within a sentence; "" to leave it out.
     """
 
     name: str
     words: str = ""
     unit: Unit = NUMBER
     digits: int | None = None
-    logarithmic: bool = False
     phrase: str = "{}"
 
     @property
@@ -69,7 +68,7 @@ class Metric(NamedTuple):
 
 # Read, kept and moved: `harness/model/budgets.py`
 
-BUDGET = Metric("budget", "budget", PERCENT, 1, logarithmic=True)
+BUDGET = Metric("budget", "budget", PERCENT, 1)
 """Share of the full cache that a decode step reads. Under offloading it crosses the link."""
 UNMET_BUDGET = Metric("unmet_budget", "budget asked for", PERCENT, 1)
 """The budget that was asked for, where the run's own differs from it by more than a tenth."""
@@ -91,8 +90,8 @@ models have local layers, recurrent layers or latents."""
 
 # Scores of texts and tasks: `harness/scoring`, by the name in a table's column `metric`
 
-KL = Metric("kl_nats", "KL", NATS, 4, logarithmic=True)
-ATTENTION_ERROR = Metric("attention_error", "attention error", PERCENT, 1, logarithmic=True)
+KL = Metric("kl_nats", "KL", NATS, 4)
+ATTENTION_ERROR = Metric("attention_error", "attention error", PERCENT, 1)
 ATTENTION_ERROR_P95 = Metric("attention_error_p95", "attention error, p95", PERCENT, 1)
 SCORES = (
     Metric("acc", "acc", PERCENT, 1),
@@ -184,7 +183,6 @@ SEGMENTS = (
     Metric("other_s", "other", MS, 3),
 )
 """Seconds of one block in one decode step (Fig 18); transfer is the time that no compute hides."""
-DECODE_RATE = Metric("decode_tokens_per_s", "decode tokens/s", NUMBER, 2)
 TPOT = Metric("tpot_p50_s", "TPOT p50", MS, 2)
 OF_DISK = (
     Metric("disk_read_bytes", "read from disk", IN_GIB, 3),
@@ -196,7 +194,7 @@ SERVING = (
     Metric("decode_s", "decode", MS, 1),
     Metric("total_s", "total", MS, 1),
     Metric("tokens_per_s", "tokens/s", NUMBER, 2),
-    DECODE_RATE,
+    Metric("decode_tokens_per_s", "decode tokens/s", NUMBER, 2),
     Metric("sequence_tokens_per_s", "tokens/s of a sequence", NUMBER, 2),
     TPOT,
     Metric("tpot_p95_s", "TPOT p95", MS, 2),
@@ -223,10 +221,7 @@ SERVING = (
 # The board: `harness/results/board.py`
 
 ASKED_BUDGET = Metric("asked_budget", "asked budget", PERCENT, 0)
-NUM_CONTEXTS = Metric("num_contexts", "contexts", NUMBER, 0)
-"""Windows, prompts, or contexts of questions, whose errors are independent: one more than the
-degrees of freedom of the standard errors."""
-STEP = Metric("step_s", "decode step", MS, 1, logarithmic=True)
+STEP = Metric("step_s", "decode step", MS, 1)
 RATIO = Metric("ratio", "KL / oracle's", NUMBER, 2)
 ANSWERS = Metric("answers", "right answers", PERCENT, 1)
 ANSWERS_DIFFERENCE = Metric("answers_difference", "answers minus full cache", POINTS, 1)
@@ -235,7 +230,6 @@ ANSWERS_DIFFERENCE = Metric("answers_difference", "answers minus full cache", PO
 
 LABEL, SETTINGS = Metric("label", "label"), Metric("settings", "settings")
 LAYER = Metric("layer", "layer", NUMBER, 0, phrase="layer {:.0f}")
-NUM_SAMPLES = Metric("num_samples", "samples", NUMBER, 0, phrase="n = {:,.0f}")
 SEQ_LEN = Metric("seq_len", "length", TOKENS, 0, phrase="{:,.0f} tokens")
 DENSE_LAYERS = Metric("dense_layers", "dense layers", NUMBER, 0)
 NUM_DEPTHS = 5
@@ -256,9 +250,10 @@ LARGEST = (
 )
 """What a run with batch_size=largest finds."""
 _SHOWN = (
-    LABEL, SETTINGS, LAYER, NUM_SAMPLES, SEQ_LEN, DENSE_LAYERS, APART, CLAIM, *SHAPE, *LARGEST,
+    LABEL, SETTINGS, LAYER, SEQ_LEN, DENSE_LAYERS, APART, CLAIM, *SHAPE, *LARGEST,
     BUDGET, UNMET_BUDGET, DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, KL, *SEGMENTS, *SERVING,
-    ASKED_BUDGET, NUM_CONTEXTS, STEP, RATIO, ANSWERS, ANSWERS_DIFFERENCE,
+    ASKED_BUDGET, STEP, RATIO, ANSWERS, ANSWERS_DIFFERENCE,
+    Metric("num_samples", "samples", NUMBER, 0, phrase="n = {:,.0f}"),
     Metric("num_fewshot", "shots", NUMBER, 0, phrase="{:.0f}-shot"),
     Metric("source", phrase="source: {}"),
     Metric("run_id", phrase="run {}"),

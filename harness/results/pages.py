@@ -101,9 +101,9 @@ def render_markdown(name: str, frame: pd.DataFrame) -> str:
     published = columns.published().query("figure == @name")[PUBLISHED_HEADER]
     if len(published):
         sheets.append(Sheet("published numbers", published.replace("", MISSING)))
-    special = [words for words in ("capacity", "modelled") if name.endswith(words)]
-    words = note(*special or [shape_of(frame.columns)], max_columns=MAX_COLUMNS)
-    return markdown(name, words, sheets)
+    special = (words for words in ("capacity", "modelled") if name.endswith(words))
+    words = next(special, shape_of(frame.columns))
+    return markdown(name, note(words, max_columns=MAX_COLUMNS), sheets)
 
 
 def render_terminal(frame: pd.DataFrame) -> str:

@@ -47,7 +47,7 @@ num_pairs: questions, windows or prompts. num_contexts: those whose errors are i
 # Samples
 
 
-def parts_of(record: Record) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any], Samples]]:
+def parts_of(record: Record) -> Iterator[tuple[str, dict[str, Any], Mapping[str, Any], Samples]]:
     """The texts and tasks of a record, each before its ranges of tokens: its name, first and stop
     of a range ({} for the whole), the metrics, and the windows, prompts or questions."""
     for name, entries in record["metrics"].items():

@@ -92,8 +92,8 @@ def estimates(
     """
     stratum, place = ["model", "part"], ["part", "place"]
     is_there = values.notna()
-    weights = is_there.mul(weights, axis=0)
-    share = weights / weights.groupby(stratum).transform("sum")
+    here = is_there.mul(weights, axis=0)
+    share = here / here.groupby(stratum).transform("sum")
     num_parts = is_there.groupby(stratum).any().groupby("model").sum()
     num_models = (num_parts > 0).sum()
     weight = share / num_parts.reindex(values.index, level="model") / num_models

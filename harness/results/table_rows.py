@@ -94,17 +94,15 @@ def layers_of(records: Iterable[Record]) -> pd.DataFrame:
     """
     rows = []
     for record in records:
-        config = record["config"]
-        own = {}
-        for name, value in record["settings"].items():
-            if name in config["method"] and name not in IN_BUDGET:
-                own[name] = value
+        config, settings = record["config"], record["settings"]
+        of_method = {*config["method"]}.difference(IN_BUDGET)
+        own = in_words({name: value for name, value in settings.items() if name in of_method})
         for name, entries in record["metrics"].items():
             budget = f"{100 * entries['budget']:.0f} %"
             of_run = {
                 "experiment": ATTENTION_ERROR.name,
                 "model": config["model"]["name"],
-                "series": ", ".join(filter(None, (config["label"], budget, in_words(own)))),
+                "series": ", ".join(filter(None, (config["label"], budget, own))),
                 "x_name": f"{LAYER.name}, {task_of(name)}",
                 "num_samples": entries.get("num_samples"),
                 "source": "measured",
@@ -112,9 +110,10 @@ def layers_of(records: Iterable[Record]) -> pd.DataFrame:
             }
             for layer in record["samples"].get(LAYERS, ()):
                 for metric in (ATTENTION_ERROR.name, ATTENTION_ERROR_P95.name):
-                    if layer.get(metric) is not None:
-                        value = {"metric": metric, "value": layer[metric], "x": layer[LAYER.name]}
-                        rows.append(of_run | value | {"stderr": layer.get(f"{metric}_stderr")})
+                    value, stderr = (layer.get(each) for each in (metric, f"{metric}_stderr"))
+                    point = {"metric": metric, "x": layer[LAYER.name], "value": value}
+                    if value is not None:
+                        rows.append(of_run | point | {"stderr": stderr})
     frame = with_columns(pd.DataFrame(rows), "analysis")
     return frame.sort_values(["model", "series", "x_name"], kind="stable")
 
@@ -173,11 +172,12 @@ def _depths(samples: Samples) -> Iterator[Row]:
     needles = pd.DataFrame([sample for sample in samples if sample.get("depth") is not None])
     if needles.empty:
         return
-    fifth = (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
-    for (length, depth), found in needles.groupby([needles["length"], fifth], sort=False):
+    needles["fifth"] = (NUM_DEPTHS * needles["depth"]).astype(int).clip(upper=NUM_DEPTHS - 1)
+    for _, found in needles.groupby(["length", "fifth"], sort=False):
+        length, fifth = found[["length", "fifth"]].iloc[0].tolist()
         scores = found[str(length)].tolist()
         yield {
-            "depth": depth / NUM_DEPTHS,
+            "depth": fifth / NUM_DEPTHS,
             "metric": str(length),
             "value": sum(scores) / len(scores),
             "stderr": clustered_stderr(scores, range(len(scores))),

@@ -28,6 +28,7 @@ from harness.results.columns import (
     with_columns,
 )
 from harness.results.metrics import rank
+from harness.results.pages import render_markdown, render_terminal
 from harness.results.record import Record, current, read_records
 from harness.results.samples import full_runs
 from harness.results.table_rows import SHAPES, frames_of, layers_of
@@ -173,8 +174,6 @@ def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
     elsewhere: returns further records, in which the full cache's are looked for too. Returns "" if
     no record is finished.
     """
-    from harness.results.pages import render_terminal
-
     frames = frames_of(records, elsewhere)
     texts = [render_terminal(ordered(SHAPES[name], frames[name])) for name in frames]
     return "\n\n".join(filter(None, texts))
@@ -195,8 +194,6 @@ def ship(results_dir: Path) -> None:
 
 def _write(path: Path, shape: str, rows: pd.DataFrame) -> None:
     """Write a table and its page, or remove those of a table without rows."""
-    from harness.results.pages import render_markdown
-
     page = path.with_suffix(".md")
     if rows.empty:
         path.unlink(missing_ok=True)

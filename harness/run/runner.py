@@ -321,7 +321,7 @@ def _refusal(config: RunConfig, error: BaseException) -> str | None:
     if isinstance(error, ValueError) and text.startswith("method."):
         return text  # `methods` knows no UserError
     returned = None
-    parts = {f"codec={config.codec}": config.own_codec}
+    parts: dict[str, object] = {f"codec={config.codec}": config.own_codec}
     parts[f"method={config.method_name}"] = config.method
     for setting, part in parts.items():
         file = inputs.own_file(type(part).__module__)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness.decode import store
 from harness.decode.links import CudaLink
 from harness.model.attach import attach
 from tests.cases import CASES, WIDE
@@ -77,8 +78,23 @@ class Accesses(TorchDispatchMode):
         known = {_storage(each) for each in (*written, *read)}
         made = [each for each in tree_leaves(out) if isinstance(each, Tensor) and _storage(each) not in known]
         if written or made:  # else a view
-            self._take(read, [*written, *made])
+            self.take(read, [*written, *made])
         return out
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        """Take what moves rows one by one on a CPU, which is numpy's and not seen here, as a kernel on all of them."""
+        gather_rows, scatter_rows = store.gather_rows, store.scatter_rows
+
+        def gather(slots: Tensor, index: Tensor, rows: Tensor, *others: Any) -> None:
+            gather_rows(slots, index, rows, *others)
+            self.take([slots, index, *(each for each in others if isinstance(each, Tensor))], [rows])
+
+        def scatter(slots: Tensor, index: Tensor, rows: Tensor, *others: Any) -> None:
+            scatter_rows(slots, index, rows, *others)
+            self.take([rows, index], [slots])
+
+        patch.setattr(store, "gather_rows", gather)
+        patch.setattr(store, "scatter_rows", scatter)
 
     def _arguments(self, operation: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors that the operation writes, and those that it reads."""
@@ -89,7 +105,7 @@ class Accesses(TorchDispatchMode):
             (written if writes else read).extend(each for each in tree_leaves(value) if isinstance(each, Tensor))
         return written, read
 
-    def _take(self, read: list[Tensor], written: list[Tensor]) -> None:
+    def take(self, read: list[Tensor], written: list[Tensor]) -> None:
         stream, where = Streams.current(), place()
         tick, clock = stream.tick(), dict(stream.clock)
         for tensor, writes in (*((each, False) for each in read), *((each, True) for each in written)):
@@ -139,7 +155,8 @@ def _storage(tensor: Tensor) -> int:
 def decode(name: str, *, gpu_cache: float = 0, overlap: bool = True) -> tuple[Tensor, Accesses, set[int]]:
     """Logits of a prompt and forced steps through the real link, what was accessed, and the storages of host memory."""
     accesses = Accesses()
-    with attach(tiny("gqa")) as attached:
+    with attach(tiny("gqa")) as attached, pytest.MonkeyPatch.context() as patch:
+        accesses.watch(patch)
         link = CudaLink(attached.device, overlap=overlap)
         session = open_live(attached, CASES[name], steps=STEPS, placement="host", link=link, gpu_cache=gpu_cache)
         with closing(session), accesses:

@@ -97,8 +97,8 @@ def test_bytes_and_sizes_by_hand():
         with closing(open_live(attached, case, placement="host", link=link)) as session, Crossed() as crossed:
             force(session, (24,), 10)
             assert [store.slot_bytes for store in session.stores] == slots
-            assert session.h2d_bytes == heads * sum(slots) * sum(cached)
-            assert session.d2h_bytes == heads * sum(slots) * 10
+            assert int(session.traffic.loaded.num_bytes) == heads * sum(slots) * sum(cached)
+            assert int(session.traffic.written.num_bytes) == heads * sum(slots) * 10
             session.drain()
             assert [crossed.written[store] for store in session.stores] == [heads * slot * 34 for slot in slots]
             own = heads * 4 * 128 * 10  # the current token of each layer

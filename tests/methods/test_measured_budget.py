@@ -85,6 +85,6 @@ def test_attach_searches_once(texts, tmp_path):
     model = harness.load(loaded.model, loaded.tokenizer, results_dir=str(tmp_path / "attach"))
     settings = {"calibration.path": texts[1].partition("=")[2], "calibration.num_tokens": 160, "platform.link_gbps": 1}
     with harness.attach(model, method="./mine.py", budget=0.3, **settings) as cached:
-        assert cached.budget is None and 0 < cached.method.alpha < 4
+        assert cached.budget is None and 0 < cached.setup.method.alpha < 4
         cached.generate(torch.arange(3, 103)[None], max_new_tokens=20, do_sample=False)
         assert 0.1 < cached.usage.budget < 0.6

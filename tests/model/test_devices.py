@@ -19,7 +19,6 @@ from torch import nn
 from harness.decode import weights as weights_module
 from harness.decode.links import CudaLink, EmulatedLink
 from harness.decode.session import LiveSession
-from harness.decode.timeline import Timeline
 from harness.decode.weights import streamed_weights
 from harness.errors import UserError
 from harness.model import load
@@ -209,43 +208,6 @@ def test_what_layers_share_or_managed_memory_is_refused(monkeypatch):
             replay(attached, CASES["following"], PADDED)
         with pytest.raises(UserError, match="placement=managed: the model lies on several devices"):
             open_live(attached, Case(Full()), placement="managed")
-
-
-# Time
-
-
-def test_a_step_over_two_devices_is_timed_by_events_of_one_device_each(monkeypatch):
-    clock, current = iter(range(100)), [0]
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.at = next(clock)
-
-        def record(self, device):
-            self.device = device
-
-        def elapsed_time(self, other):
-            assert self.device == other.device
-            return 1e3 * (other.at - self.at)
-
-        def synchronize(self):
-            pass
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    timeline = Timeline(CUDA)
-    timeline.begin_step()  # at 0
-    timeline.switch("attention")  # 1
-    current[0] = 1
-    timeline.switch("ffn")  # 2 on the first device, 3 on the second
-    current[0] = 0
-    timeline.switch("other")  # 4 on the second, 5 on the first
-    timeline.begin_step()  # 6
-    current[0] = 1
-    timeline.begin_step()  # 7 on the first, 8 on the second
-    steps = [{name: each for name, each in step.items() if each} for step in timeline.take()]  # 9
-    assert steps == [{"other": 2, "attention": 1, "ffn": 1}, {"other": 1}, {"other": 1}]
 
 
 # Loading

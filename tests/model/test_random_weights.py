@@ -76,13 +76,6 @@ def test_generated_texts_are_ids(folder, capsys):
     assert prompt["text"] == " ".join(map(str, prompt["tokens"]))
 
 
-def test_timed_runs_and_analyses_run(folder):
-    shape = ["batch_size=2", "prompt_len=40", "gen_len=12", "timed_steps=4"]
-    assert main(["experiment=latency", "method=infinigen", *shape, *settings(folder)]) == 0
-    assert main(["experiment=fig5", "analysis.num_tokens=64", *settings(folder)]) == 0
-    assert record("latency")["status"] == record("fig5")["status"] == "finished"
-
-
 def test_attach_calibrates_on_random_ids(folder):
     model = harness.load(str(folder), **{"model.weights": "random", "calibration.num_tokens": 64})
     with harness.attach(model, method="infinigen") as cached:

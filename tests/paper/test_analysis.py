@@ -295,10 +295,7 @@ def test_the_sizes_need_no_weights(tmp_path):
 
 REFUSED = {
     "experiment=fig5 analysis.layers=[]": "analysis.layers=[]: must name at least one, and none twice",
-    "experiment=fig5 analysis.statistic=tokens": "analysis.statistic=tokens: did you mean 'key_tokens'?",
     "experiment=fig4 method=infinigen": "method=infinigen: analysis.statistic=similarity compares h2o or streaming",
-    "experiment=fig4 codec=int4": "codec=int4: plays no part in kind=analysis",
-    "experiment=fig5 budget=0.1 method=h2o": "budget=0.1: plays no part in kind=analysis",
     "experiment=fig5 corpus.spread=true": "corpus.spread=true: kind=analysis reads one part of the text; leave it out",
     "experiment=fig5 analysis.statistic=null": "analysis.statistic=null: kind=analysis needs one of memory, similarity",
 }

@@ -220,19 +220,6 @@ def test_the_command_lists_lost_questions(tmp_path, capsys):
     assert "  right     1111\n  full      1111\n  method    2222\n  needle    12% of 9 tokens read, 25% in" in text
 
 
-def test_p_is_that_of_the_paired_test_over_contexts(tmp_path, capsys):
-    """Differences of four contexts: -1, 0, 0, 0, of which t is -1 with 3 degrees of freedom."""
-    samples = {}
-    for method, lost in (("full", ()), ("h2o", (0,))):
-        of_method = [sample_of(at, at not in lost, context=at) for at in range(4)]
-        metrics = {"passkey": TASK_METRICS | shares(0.16)}
-        samples[method] = save(
-            tmp_path, ["experiment=fig11", f"method={method}"], metrics, samples={"passkey": of_method}
-        )
-    assert main([samples["h2o"]["run_id"], "--task", "passkey", "--results-dir", str(tmp_path)]) == 0
-    assert "lost 1, gained 0, p = 0.391\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -303,6 +303,21 @@ def test_a_run_replaces_all_metrics_and_chunks_of_a_shipped_one_and_a_series_who
     ]  # fmt: skip
 
 
+def test_a_run_of_the_largest_batch_replaces_every_batch_of_a_shipped_one(tmp_path):
+    def save_batches(*batches: int) -> None:
+        holds = {"largest_batch": batches[-1], "memory_bytes": 2**30, "context": 1032}
+        points = [LATENCY_METRICS | holds | {"batch_size": batch} for batch in batches]
+        given = ["experiment=capacity", "system=offload", "platform.device_gib=1"]
+        save(tmp_path, given, {"points": points}, table="capacity", text=batches)
+
+    save_batches(1, 2, 4)
+    tables.update(tmp_path, "latency")
+    tables.ship(tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    save_batches(1, 3)
+    assert [row["batch_size"] for row in update(tmp_path, "latency")] == ["1", "3"]
+
+
 DAMAGED: dict[str, Callable[[str], str | bytes]] = {
     "semicolons": lambda text: text.replace(",", ";"),
     "Unicode text": lambda text: text.replace(",", "\t").encode("utf-16"),  # of a spreadsheet

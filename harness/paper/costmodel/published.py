@@ -80,14 +80,19 @@ def _predict(bar: PaperBar, efficiency: Efficiency) -> dict[str, Any]:
     )
 
 
+def figure_rows(figure: str) -> pd.DataFrame:
+    """The latency table of a figure, modelled on the paper's machine."""
+    rows = pd.DataFrame([_predict(bar, FITTED) for bar in FIGURES[figure]])
+    return with_columns(rows.assign(experiment=figure), "latency")
+
+
 def write_tables(results_dir: str | Path) -> list[Path]:
     """Write `tables/<figure>-modelled.csv` and `.md` for every figure. Returns the paths of the
     CSVs. Raises UserError for a folder that cannot be written.
     """
     paths = []
-    for figure, bars in FIGURES.items():
-        rows = pd.DataFrame([_predict(bar, FITTED) for bar in bars])
-        table = with_columns(rows.assign(experiment=figure), "latency")
+    for figure in FIGURES:
+        table = figure_rows(figure)
         paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
         write_atomic(paths[-1], csv_of(table, "latency"))
         write_atomic(paths[-1].with_suffix(".md"), render_markdown(paths[-1].stem, table))
