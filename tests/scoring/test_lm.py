@@ -204,7 +204,6 @@ REFUSED = {
     "task task: scores whole texts, in which prefill=question finds no question": (ROLLING, {"prefill": QUESTION}),
     "task task: generation_kwargs num_return_sequences=2 is not offered": (texts("a", num_return_sequences=2), {}),
     "task task: generation_kwargs logprobs=5 is not offered": (texts("a", logprobs=5), {}),
-    "num_beams=10: .* allowed: 1": (texts("a", num_beams=10), {}),
     "top_k=3: the most likely token is taken; set": (texts("a"), {"sampling": SamplingConfig(top_k=3)}),
     "the model takes 64; .* or too_long=truncate": (texts(LONGER, max_gen_toks=20), {"max_length": 64}),
     "question 1: prefill=q": (texts(*CONTEXTS, max_gen_toks=9), CUT | {"prefill": QUESTION, "max_length": 40}),
@@ -219,6 +218,11 @@ def test_refused_before_the_model_runs(message):
         lm = language_model(**options)
         lm.score = lm.generate = pytest.fail
         getattr(lm, asked[0].request_type)(asked)
+
+
+def test_generation_kwargs_that_are_not_offered():
+    with pytest.raises(UserError, match="num_beams=10: .* allowed: 1"):
+        language_model().generate_until(texts("a", num_beams=10))
 
 
 def test_what_fits_is_taken():
