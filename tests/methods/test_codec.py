@@ -420,7 +420,8 @@ def test_kivis_bytes_and_sizes_by_hand():
     ):
         force(session, (24,), 10)
         cached = range(24, 34)
-        assert int(session.traffic.loaded.num_bytes) == heads * 2 * (exact_slot * sum(cached) + coded_slot * sum(stored))
+        loaded = exact_slot * sum(cached) + coded_slot * sum(stored)
+        assert int(session.traffic.loaded.num_bytes) == heads * 2 * loaded
         assert int(session.traffic.written.num_bytes) == heads * 2 * (exact_slot * 10 + coded_slot * (24 - 16))
         session.drain()  # the last rows may be under way
         assert crossed.written.total() == heads * 2 * (exact_slot * 34 + coded_slot * 24)

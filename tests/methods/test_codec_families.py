@@ -136,7 +136,8 @@ def test_a_tiles_bytes_cross_the_link_once_it_is_full():
         Crossed() as crossed,
     ):
         force(session, (24,), 10)
-        assert int(session.traffic.loaded.num_bytes) == heads * 2 * (exact_slot * sum(cached) + coded_slot * sum(stored))
+        loaded = exact_slot * sum(cached) + coded_slot * sum(stored)
+        assert int(session.traffic.loaded.num_bytes) == heads * 2 * loaded
         session.drain()
         assert crossed.written.total() == heads * 2 * (exact_slot * 34 + coded_slot * 32)
         on_device = [2 * (n - s) / n / 4 for s, n in zip(stored, cached, strict=True)]
