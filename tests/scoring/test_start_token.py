@@ -30,10 +30,15 @@ def network():
     return model
 
 
-@pytest.fixture(params=[starting_tokenizer, framing_tokenizer])
+@pytest.fixture
 def model(request, network, tmp_path, monkeypatch):
+    """With a tokenizer that starts and ends every text, where a test asks for no other."""
+    make_tokenizer = getattr(request, "param", framing_tokenizer)
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))  # so that it calibrates
-    return harness.load(network, request.param(), results_dir=str(tmp_path / "results"), **SHORT)
+    return harness.load(network, make_tokenizer(), results_dir=str(tmp_path / "results"), **SHORT)
+
+
+both_tokenizers = pytest.mark.parametrize("model", [starting_tokenizer, framing_tokenizer], indirect=True)
 
 
 @pytest.fixture
@@ -62,6 +67,7 @@ def text_from(offset, count):
     return token_ids(offline_text(), starting_tokenizer())[offset : offset + count]
 
 
+@both_tokenizers
 def test_windows_and_calibration(model, prompts):
     for method in ("full", "infinigen"):  # in one call they would share the windows' prompts
         model.perplexity(methods=[method])
@@ -72,6 +78,7 @@ def test_windows_and_calibration(model, prompts):
     assert [START, *text_from(64, 31)] in prompts and [START, *text_from(64 + 95, 31)] in prompts, "windows"
 
 
+@both_tokenizers
 def test_generate(model, prompts):
     made = model.generate("A cache", method="infinigen", budget=0.7, max_new_tokens=4)
     assert_started(prompts)
