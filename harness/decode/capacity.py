@@ -103,7 +103,8 @@ class Capacity:
 
     def columns(self, batch: int) -> dict[str, Any]:
         """The columns of a table that memory decides, for a batch that fits, or for none (0)."""
-        found: dict[str, Any] = {
+        needs = self.needs(max(1, batch))
+        return {
             "batch_size": batch,
             "prompt_len": self.prompt_len,
             "gen_len": self.gen_len,
@@ -113,15 +114,6 @@ class Capacity:
             "kv_tokens": self.largest * self.context,
             "wall": self.wall_of(self.largest + 1),
             "equal_batch": self.equal_batch,
-        }
-        needs = self.needs(max(1, batch))
-        kept = needs.resident + needs.windows + needs.state
-        return found | {
-            "model_bytes": needs.weights,
-            "row_bytes": needs.slots,
-            "buffer_bytes": needs.buffers,
-            "state_bytes": kept,
-            "workspace_bytes": needs.workspace + needs.under_way,
             "device_kv_bytes": needs.session,
             "host_kv_bytes": needs.host,
         }

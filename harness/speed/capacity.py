@@ -36,7 +36,7 @@ from harness.replay.setup import Setup
 from harness.settings.config import RunConfig
 from harness.speed.timed_run import SharedPrompt, Timing
 
-TIMED = ("tpot_p50_s", "sequence_tokens_per_s", "decode_tokens_per_s", "num_timed_steps", "budget")
+TIMED = ("tpot_p50_s", "sequence_tokens_per_s", "decode_tokens_per_s", "budget")
 """Columns of a batch that are timed, as in `experiment=latency`."""
 STEP_BYTES = GIB // 4
 """The memory of a GPU is counted in such steps: a few MiB more or less are free from run to run,
