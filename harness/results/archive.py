@@ -35,7 +35,8 @@ def export(results_dir: Path, setting: object) -> str:
     records, derived = [], []
     for folder in (results_dir, *(results_dir / name for name in models_beside(results_dir))):
         for path in sorted(folder.glob("runs/*/*/record.json")):
-            records += [path] if read_record(path)["status"] != "interrupted" else []
+            if read_record(path)["status"] != "interrupted":
+                records.append(path)
         derived += [path for pattern in DERIVED for path in sorted(folder.glob(pattern))]
     if not records and not derived:
         nothing = "nothing to share, neither finished run nor table"

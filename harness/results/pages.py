@@ -151,7 +151,8 @@ def _told_apart(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     own = rows["own"]
     if rows["line"].nunique() > 1:
         own = varied(own, pd.Series(0, own.index))
-    unsaid = [part for part in _parts(rows["settings"]).unique() if part not in {*_parts(own)}]
+    said = {*_parts(own)}
+    unsaid = [part for part in _parts(rows["settings"]).unique() if part not in said]
     notes = [f"Settings of all runs: {', '.join(unsaid)}."] if unsaid else []
     return rows.assign(settings=own), notes
 

@@ -69,7 +69,9 @@ def needs_weights(config: RunConfig) -> bool:
     """Whether a model is loaded; without, its shape is all that is looked at."""
     if config.kind == "contract":
         return config.thorough
-    return config.kind != "advise" and config.analysis.statistic != "memory"
+    if config.kind == "analysis":
+        return config.analysis.statistic != "memory"
+    return config.kind != "advise"
 
 
 def check(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from harness.decode.disk import Disk
-from harness.decode.links import DiskLink, Link, open_link
+from harness.decode.links import DiskLink, Link, Links, open_link
 from harness.decode.memory import emulated_device, smaller_card
 from harness.model.attach import attach
 from harness.model.attached import Attached
@@ -20,9 +20,6 @@ from harness.results.environment import num_cores
 from harness.settings.config import RunConfig
 from harness.speed.link_rate import LinkRate, disk_rate, link_rate
 from methods.base import TokenCounts
-
-Links = dict[torch.device, Link]
-"""The link of each device."""
 
 
 def source_of(config: RunConfig) -> str:
@@ -73,7 +70,7 @@ def two_memories(config: RunConfig, attached: Attached) -> Iterator[tuple[LinkRa
         rate = link_rate(config.results_dir, attached.device, platform.link_gbps)
     bytes_per_s = rate.bytes_per_s if attached.device.type == "cpu" else None
     devices = attached.devices if config.placement == "host" else []
-    links: Links = {}
+    links: dict[torch.device, Link] = {}
     with _device_memory(config, attached), ExitStack() as stack:
         for device in devices:
             link = open_link(
