@@ -111,7 +111,7 @@ paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= o
 plots: $(STAMP)  ## draw all figures again from the tables of a results folder (RESULTS=)
 	$(PY) -m plots --results-dir "$(RESULTS)" $(ARGS)
 
-report: $(STAMP)  ## report.html, one file with all tables and figures there are (RESULTS= a folder or an archive, ARGS=)
+report: $(STAMP)  ## report.html, one file with all tables and figures there are (RESULTS=, ARGS=)
 	$(PY) -m harness.report --results-dir "$(RESULTS)" $(ARGS)
 
 clean:  ## remove caches and build leftovers (.venv and results stay)

@@ -2,7 +2,6 @@
 else. The shipped ones stand beside those of one's own runs.
 
 python -m harness.report --results-dir outputs
-python -m harness.report --results-dir results.zip
 """
 
 from harness.report.page import write_report

@@ -1,4 +1,4 @@
-"""`python -m harness.report --results-dir DIR`, or of an archive, `--results-dir results.zip`."""
+"""`python -m harness.report --results-dir DIR`."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m harness.report", description="Write the report of results."
     )
-    where = "results to report, or an archive (default %(default)s)"
+    where = "results to report (default %(default)s)"
     parser.add_argument("--results-dir", default=RESULTS, metavar="DIR", help=where)
     return exit_code(lambda: print(write_report(parser.parse_args(argv).results_dir)))
 

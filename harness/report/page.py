@@ -19,11 +19,7 @@ from markupsafe import Markup
 from harness.errors import UserError
 from harness.files import write_atomic
 from harness.report.sections import SOURCES, Section, sections_of
-from harness.results import board
-from harness.results.archive import opened
-from harness.results.columns import shape_of
 from harness.results.metrics import GIB
-from harness.results.pages import said
 from harness.results.record import Record, read_all
 from harness.results.sheet import NOTES
 from harness.settings.paths import COMMAND, RESULTS, models_beside
@@ -34,18 +30,16 @@ FIRST = "budget"
 
 
 def write_report(results: str | Path = RESULTS) -> Path:
-    """Write `report.html` into a results folder, or beside an archive of one, which is all that is
-    read then; the same results give the same bytes. Returns its path.
+    """Write `report.html` into a results folder; the same results give the same bytes. Returns its
+    path.
 
     Raises:
-        UserError: no such results or an archive that was changed, neither table nor figure, a
-            damaged table, findings about what is not there, or a folder that cannot be written.
+        UserError: neither table nor figure, a damaged table, findings about what is not there, or a
+            folder that cannot be written.
     """
-    source = Path(results)
-    with opened(source) as folder:
-        text = _render(folder)
-    path = (source.parent if source.is_file() else source) / "report.html"
-    write_atomic(path, text)
+    folder = Path(results)
+    path = folder / "report.html"
+    write_atomic(path, _render(folder))
     return path
 
 
@@ -76,7 +70,6 @@ def _render(folder: Path) -> str:
     return environment.get_template("report.html.j2").render(
         pages=pages,
         lead=lead,
-        said=said_of(lead) if lead else "",
         beside={name: NOTES["beside"].get(name, "") for name in folders if name},
         sources=SOURCES,
         glossary=NOTES["glossary"],
@@ -102,18 +95,6 @@ def lead_of(sections: Sequence[Section]) -> Section | None:
     own = [section for section in drawn if section.parts[0].has_own]
     boards = [section for section in drawn if section.name == FIRST]
     return next(iter([*own, *boards, *drawn]), None)
-
-
-def said_of(section: Section) -> str:
-    """The result of a figure in sentences: of the board, of one's own runs, or its finding."""
-    part, words = section.parts[0], ""
-    if board.METHODS in part.tables:
-        words = board.said(part.tables[board.METHODS])
-    elif part.has_own:
-        first = next(iter(part.tables.values()))
-        if shape_of(first.columns) == "accuracy":
-            words = said(first[first["shipped"] == ""])
-    return words or part.finding
 
 
 def machine_of(records: Sequence[Record]) -> dict[str, str]:

@@ -7,8 +7,7 @@ them. A method or a model of one's own needs no more than its own run of `experi
 runs of one method on one model the results' own counts, then that of the first folder.
 
 `board_rows.py` makes the frames. Here are the pages: `page` is `board.md`, `boards` the sheets of
-all boards, `printed` what a terminal shows and `said` the board in sentences. All take the methods
-as a frame of the shape `board`.
+all boards, `printed` what a terminal shows. All take the methods as a frame of the shape `board`.
 """
 
 import argparse
@@ -18,25 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import yaml
 
 from harness.errors import exit_code
 from harness.files import holding, write_atomic
 from harness.results import metrics
-from harness.results.board_rows import (
-    ALL_MODELS,
-    MODELLED,
-    OF_SHARES,
-    SAME_STEP,
-    board_of,
-    costs_of,
-    is_whole,
-    read,
-)
+from harness.results.board_rows import ALL_MODELS, OF_SHARES, board_of, read
 from harness.results.columns import csv_of, read_frame
-from harness.results.metrics import COLUMNS, EQUAL, MISSING
+from harness.results.metrics import COLUMNS, MISSING
 from harness.results.samples import FULL
 from harness.results.sheet import (
     MAX_ROWS,
@@ -48,18 +36,21 @@ from harness.results.sheet import (
     note,
     show_range,
     terminal,
-    wrapped,
 )
 
 METHODS, PAIRS = "board-methods", "board-pairs"
-SAYS = yaml.safe_load(Path(__file__).with_name("board.yaml").read_text(encoding="utf-8"))
-"""README's rows and budget, and the claims."""
+README_BUDGET = 0.1
+README_METHODS = (
+    "Full cache", "INT8", "KIVI-4", "Oracle", "Oracle, InfiniGen's rule", "InfiniGen2, linear rest",
+    "InfiniGen2, sampled rest", "InfiniGen2", "RetroInfer", "vAttention", "Twilight", "ParisKV",
+    "InfiniGen", "Quest", "H2O", "SnapKV", "Streaming",
+)  # fmt: skip
+"""The labels of README's table, in its order."""
 ANSWER_MARKS = {
     "§": ("reads ", "The method cannot have this budget on the tasks."),
     "¶": ("lacks ", "Some of the full cache's questions were not asked."),
 }
 """Behind answers: by mark, what their note says, and what it means."""
-MODELLED_MARK = "‡"
 SETTING = ["asked_budget", "seq_len"]
 
 
@@ -95,10 +86,10 @@ def show_points(difference: float) -> str:
 def _cells(row: Any, to: str = " to ") -> dict[str, str]:
     """A row's cells by column. to: between the ends of a range of models or ranks.
 
-    A difference of answers is marked where its note says more, a step where it was not timed.
+    A difference of answers is marked where its note says more.
     """
-    cells = {name: row[name] or MISSING for name in ("label", "apart", "dense_numbers", "front")}
-    for name in ("answers", "num_questions", "num_windows", "kl_nats"):
+    cells = {name: row[name] or MISSING for name in ("label", "apart", "dense_numbers")}
+    for name in ("answers", "num_questions", "num_windows", "step_s"):
         cells[name] = COLUMNS[name].show(row[name])
     for share in SHARES.values():
         ends = row[f"{share.name}_low"], row[f"{share.name}_high"]
@@ -112,8 +103,6 @@ def _cells(row: Any, to: str = " to ") -> dict[str, str]:
     if cells["answers_difference"] != MISSING:
         marks = [mark for mark, (said, _) in ANSWER_MARKS.items() if said in row["answers_note"]]
         cells["answers_difference"] += "".join(marks)
-    is_modelled = row["step_source"] == MODELLED
-    cells["step_s"] = metrics.STEP.show(row["step_s"]) + MODELLED_MARK * is_modelled
     return cells
 
 
@@ -124,12 +113,9 @@ def _table(rows: pd.DataFrame, names: Sequence[str], to: str = " to ") -> pd.Dat
     return cells[shown].rename(columns=lambda name: COLUMNS[name].heading)
 
 
-def _budget(budget: float) -> str:
-    return f"budget {metrics.ASKED_BUDGET.show(budget)} %"
-
-
 def _setting(row: pd.Series) -> str:
-    return f"{_budget(row['asked_budget'])}, windows of {row['seq_len']:,.0f} tokens"
+    budget = metrics.ASKED_BUDGET.show(row["asked_budget"])
+    return f"budget {budget} %, windows of {row['seq_len']:,.0f} tokens"
 
 
 def _counts(row: pd.Series) -> str:
@@ -148,13 +134,9 @@ def _notes_on_answers(rows: pd.DataFrame) -> list[str]:
 
 
 def _notes_on_steps(rows: pd.DataFrame) -> list[str]:
-    """Where steps were timed, which is one place of a board, and the meaning of their mark."""
-    timed = rows[rows["step_s"].notna()]
-    places = timed["step_on"].head(1)
-    notes = [f"Decode step: {place}, over an emulated link." for place in places]
-    if timed["step_source"].eq(MODELLED).any():
-        notes.append(f"{MODELLED_MARK} {note('modelled_step')}")
-    return notes
+    """Where steps were timed, which is one place of a board."""
+    places = rows.loc[rows["step_s"].notna(), "step_on"].head(1)
+    return [f"Decode step: {place}, over an emulated link." for place in places]
 
 
 # The pages
@@ -191,18 +173,17 @@ def _of_settings(rows: pd.DataFrame) -> Iterator[Sheet]:
 def page(methods: pd.DataFrame, left_out: Sequence[str]) -> str:
     """`board.md`. left_out: models over which no mean goes."""
     first = first_board(methods)
-    words = f"{note('board')} {note('board_claims')}"
+    words = note("board")
     if left_out:
         few = "fewer than half of the methods ran there"
         words += f" Not in the means: {', '.join(left_out)}, since {few}."
-    sheets = [*_readme(methods), *_of_settings(first), *_by_memory(first)]
-    return markdown("board", words, [*sheets, *_claims(methods)])
+    return markdown("board", words, [*_readme(methods), *_of_settings(first)])
 
 
 def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
     """README's table at each length: its methods in its order, a ratio for each model, and answers
     where questions were asked."""
-    methods = methods[methods["asked_budget"] == SAYS["readme"]["budget"]]
+    methods = methods[methods["asked_budget"] == README_BUDGET]
     first = first_board(methods)
     full = first[(first["method"] == FULL) & first["answers"].notna()]
     of_answers = "Answers: the full cache was not asked."
@@ -216,7 +197,7 @@ def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
         by_label = of_length.drop_duplicates(["over", "label"]).set_index("label", drop=False)
         here = first_board(by_label)
         compared = here[here["apart"] == ""]
-        rows = here.loc[[label for label in SAYS["readme"]["methods"] if label in here.index]]
+        rows = here.loc[[label for label in README_METHODS if label in here.index]]
         if rows.empty or compared.empty:
             continue
         table = _table(rows, ["label", *OF_SHARES, "ratio"])
@@ -234,58 +215,7 @@ def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
         yield Sheet(f"README rows: {_setting(rows.iloc[0])}", table, notes)
 
 
-def _by_memory(rows: pd.DataFrame) -> Iterator[Sheet]:
-    """At each length all methods and budgets by the bytes that a step moves, over the link and on
-    the device, with the fronts."""
-    whole = rows[is_whole(rows)]
-    whole = whole.assign(traffic=costs_of(whole)["link + device"])
-    for seq_len, found in whole.sort_values("traffic", kind="stable").groupby("seq_len"):
-        table = _table(found, ["label", "resident_frac", "step_s", "kl_nats", "front"])
-        table.insert(1, "asked", found["asked_budget"].map(_budget))
-        table.insert(2, "link + device (%)", found["traffic"].map(metrics.BUDGET.show))
-        limits = {"equal": 100 * EQUAL, "same_step": 100 * SAME_STEP}
-        words = note("memory", costs=", ".join(map(str, costs_of(found))), **limits)
-        title = f"by memory, windows of {seq_len:,.0f} tokens"
-        yield Sheet(title, table, [words, *_notes_on_steps(found)])
-
-
-def _claims(methods: pd.DataFrame) -> Iterator[Sheet]:
-    """One table: a line for each claim, budget and length, with the models on which it holds."""
-    lines = []
-    for claim in SAYS["claims"]:
-        name = "ratio" if "ratio" in claim else "answers_difference"
-        rows = methods[methods["label"].eq(claim["label"]) & methods["apart"].eq("")]
-        rows = rows.dropna(subset=name)
-        best, worst, limit = rows[f"{name}_low"], rows[f"{name}_high"], claim[name]
-        if name != "ratio":  # the more the better, whatever the length of windows
-            best, worst, limit = -worst, -best, -limit
-            rows = rows.assign(seq_len=math.nan).drop_duplicates(["over", *SETTING])
-        verdicts = np.select(
-            [worst <= limit, best > limit], ["holds", "does not hold"], "not told apart"
-        )
-        rows = rows.assign(verdict=pd.Series(verdicts, best.index))
-        for _, found in rows.groupby(SETTING, dropna=False):
-            together = found.iloc[0]  # over all models
-            count = together["num_windows" if name == "ratio" else "num_questions"]
-            line = {
-                "claim": claim["claim"],
-                "budget (%)": metrics.ASKED_BUDGET.show(together["asked_budget"]),
-                "windows (tokens)": metrics.SEQ_LEN.show(together["seq_len"]),
-                f"{ALL_MODELS} together": f"{together['verdict']}: {_cells(together)[name]}",
-                "count": f"{count:.0f}",
-            }
-            of_models = found[found["over"] != ALL_MODELS]
-            for verdict in ("holds", "not told apart", "does not hold"):
-                models = of_models.loc[of_models["verdict"] == verdict, "over"]
-                is_all = len(models) == len(of_models) > 1
-                listed = f"all {len(models)} models" if is_all else ", ".join(models)
-                line[f"{verdict} on"] = listed or MISSING
-            lines.append(line)
-    if lines:
-        yield Sheet("claims", pd.DataFrame(lines))
-
-
-# A terminal, and the sentence of the report
+# A terminal
 
 
 def shortest(methods: pd.DataFrame) -> pd.DataFrame:
@@ -293,7 +223,7 @@ def shortest(methods: pd.DataFrame) -> pd.DataFrame:
     at the smallest."""
     compared = first_board(methods)
     compared = compared[compared["apart"] == ""]
-    asked = SAYS["readme"]["budget"]
+    asked = README_BUDGET
     if not compared["asked_budget"].eq(asked).any():
         asked = compared["asked_budget"].min()
     at_budget = compared[compared["asked_budget"] == asked]
@@ -301,8 +231,7 @@ def shortest(methods: pd.DataFrame) -> pd.DataFrame:
 
 
 def printed(methods: pd.DataFrame) -> str:
-    """The methods of `shortest` for a terminal: the closest, one's own, and what the table says. ""
-    without any."""
+    """The methods of `shortest` for a terminal: the closest, and one's own. "" without any."""
     found = shortest(methods)
     if found.empty:
         return ""
@@ -318,27 +247,7 @@ def printed(methods: pd.DataFrame) -> str:
         which = ", the closest and one's own" if 0 < is_own.sum() < len(found) else ", the closest"
         notes.append(f"{len(shown)} of {len(found)} methods{which}.")
     sheet = Sheet(f"board, {_setting(found.iloc[0])}", table, notes)
-    return f"{terminal(alike_in_title(sheet))}\n\n{wrapped(said(methods))}"
-
-
-def said(methods: pd.DataFrame) -> str:
-    """What the methods of `shortest` show, in sentences; "" without any."""
-    found = shortest(methods)
-    if found.empty:
-        return ""
-    near, is_own = found.iloc[0], found["shipped"] != "yes"
-    models = f"{near['num_models']:.0f} models" if near["num_models"] > 1 else near["model"]
-    sentences = [
-        f"Of {len(found)} methods ({_setting(near)}, {models}) {near['label']} is closest to "
-        f"the full cache: its KL is {_cells(near)['ratio']} times that of the oracle, which "
-        f"selects by the exact scores. {(found['ratio_high'] < 1).sum()} are certainly (95 %) "
-        f"closer than the oracle, {(found['ratio_low'] > 1).sum()} certainly farther."
-    ]
-    for row in found[is_own].to_dict("records") if not is_own.all() else ():
-        cells = _cells(row)
-        place = f"rank {cells['rank']}, KL {cells['ratio']} times the oracle's"
-        sentences.append(f"{row['label']}: {place}.")
-    return " ".join(sentences)
+    return terminal(alike_in_title(sheet))
 
 
 # The command

@@ -27,7 +27,7 @@ from harness.results.metrics import BUDGET, DENSE_LAYERS, EQUAL
 from harness.results.record import Record, in_words
 from harness.results.samples import FULL, is_full
 from harness.results.sheet import show_range
-from harness.results.stats import LEVEL, ROUNDING, estimates, holm, unseen_rate
+from harness.results.stats import LEVEL, estimates, holm, unseen_rate
 from harness.settings.kinds import OF_CODECS
 from harness.settings.paths import COMMAND, models_beside, table_to_read
 
@@ -45,10 +45,6 @@ ORACLES = ("oracle", "oracle-infinigen")
 paper's rule for a group. The first of them that ran is what is compared with."""
 OWN_BUDGET = "reads at a budget of its own"
 """Why a method without a budget is not compared."""
-MODELLED = "modelled"
-"""`step_source` of a step that was timed at another budget, or over other codes."""
-SAME_STEP = 0.01
-"""Step times that differ by at most this share count as equal."""
 
 
 # The evidence of records
@@ -134,18 +130,6 @@ MEASURED = {TEXTS: _windows, ANSWERS: _answers, STEPS: _steps}
 """What a run measured, by table."""
 
 
-# Seconds of a decode step: of a timed run, and a model of them at another budget. Seconds of
-# compute stay as timed, bytes over the link grow with the budget. As in live decoding, tokens that
-# are selected a layer ahead are transferred during compute; `late_bytes`, selected by a layer's own
-# query, are waited for.
-
-
-def step_seconds(step: Any) -> Any:
-    """Seconds of a decode step over its link, or of a frame of them."""
-    rate, late_s = step["link_bytes_per_s"], step["late_bytes"] / step["link_bytes_per_s"]
-    return np.maximum(step["compute_s"], step["link_bytes"] / rate - late_s) + late_s
-
-
 def timed_step(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The decode step of a timed run, the mean over its steps; {} if no transfer was counted."""
     if metrics["h2d_bytes"] is None:
@@ -158,20 +142,6 @@ def timed_step(metrics: Mapping[str, Any]) -> dict[str, Any]:
         "late_bytes": metrics["late_bytes"] / steps,
         "step_s": metrics["decode_s"] / steps,
     }
-
-
-def step_at(step: Any, ratio: Any, dense_layers: Any) -> Any:
-    """Seconds of a timed step, or of a frame of them, where it reads `ratio` times as much; NaN
-    where the rate of the link is not known.
-
-    The bytes of the dense layers, where there are any the only ones that a late method transfers
-    ahead, are the same at any budget.
-    """
-    ahead, link_bytes = step["link_bytes"] - step["late_bytes"], step["link_bytes"] * ratio
-    is_fixed = (dense_layers > 0) & (step["late_bytes"] > 0)
-    late_bytes = np.maximum(0, link_bytes - ahead * np.where(is_fixed, 1, ratio))
-    scaled = {**step, "link_bytes": link_bytes, "late_bytes": late_bytes}
-    return step["step_s"] + step_seconds(scaled) - step_seconds(step)
 
 
 # The evidence of a results folder
@@ -281,8 +251,8 @@ def _board(
             pairs.append(tested.assign(**setting))
     found = pd.concat(lines, ignore_index=True)
     has_own = found["has_own_windows"] | found["has_own_answers"].eq(True)
-    found = found.assign(front=fronts(found), shipped=np.where(has_own, "", "yes"))
-    return found.assign(source="measured"), pd.concat(pairs, ignore_index=True)
+    found = found.assign(source="measured", shipped=np.where(has_own, "", "yes"))
+    return found, pd.concat(pairs, ignore_index=True)
 
 
 def _misses_budget(rows: pd.DataFrame) -> pd.Series:
@@ -462,69 +432,16 @@ def _timed_alike(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _step_of_lines(here: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """`step_s`, `step_source` and `step_on` of the lines whose method was timed. Lines of other
-    lengths of windows than the prompts have none."""
-    read = here.groupby(["line", "model"])["budget"].transform("mean")
-    here = here.assign(budget=read, prompt_len=here["seq_len"])
-    same = ["model", "prompt_len", "method", "codec", "label", "dense_layers"]
-    timed = here.drop_duplicates(["line", "model"]).merge(steps, on=same, suffixes=("", "_timed"))
-    timed["is_timed"] = timed["own_budget"].fillna(0) == timed["own_budget_timed"].fillna(0)
-    timed = timed.sort_values("is_timed", ascending=False, kind="stable").drop_duplicates("line")
-    modelled = step_at(timed, timed["budget"] / timed["budget_timed"], timed["dense_layers"])
-    timed["step_s"] = timed["step_s"].where(timed["is_timed"], modelled)
-    own, other = (
-        timed[name].str.extract(r"\b(group_size=\w+)", expand=False).fillna("")
-        for name in ("settings", "settings_timed")
+    """`step_s`, `step_source` and `step_on` of the lines that were timed: their method at their
+    budget, over the same codes. Lines of other lengths of windows than the prompts have none."""
+    here = here.assign(prompt_len=here["seq_len"]).drop_duplicates(["line", "model"])
+    here, steps = (
+        rows.assign(groups=rows["settings"].str.extract(r"\b(group_size=\w+)", expand=False))
+        for rows in (here, steps)
     )
-    is_as_timed = timed["is_timed"] & (own == other)  # else as many bytes, of other tokens
-    timed["step_source"] = timed["source_timed"].where(is_as_timed, MODELLED)
+    same = ["model", "prompt_len", "method", "codec", "groups", "label", "dense_layers"]
+    timed = here.merge(steps, on=[*same, "own_budget"], suffixes=("", "_timed"))
+    timed = timed.drop_duplicates("line").set_index("line")
     place = "{0.model} ({0.platform}), batch {0.batch_size:.0f}, prompts of {0.prompt_len:,.0f}"
-    timed["step_on"] = [f"{place.format(step)} tokens" for step in timed.itertuples()]
-    timed = timed.dropna(subset="step_s").set_index("line")
-    return timed[["step_s", "step_source", "step_on"]]
-
-
-# Fronts
-
-
-def costs_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """What a step of a method costs, by the name of the front: shares of the full cache that it
-    moves over the link and reads on the device, the mean of the models' least and largest; its
-    share that is resident, on the model with the largest; seconds.
-
-    What is left after an eviction is small and lies on the device.
-    """
-    link, device = (
-        (rows[f"{name}_low"] + rows[f"{name}_high"]) / 2 for name in ("budget", "device_frac")
-    )
-    costs = {
-        "link": link,
-        "link + device": link.mask(rows["family"] == "evicts", 0) + device,
-        "resident": rows["resident_frac_high"],
-        "step time": rows["step_s"],
-    }
-    return pd.DataFrame(costs)
-
-
-def is_whole(rows: pd.DataFrame) -> pd.Series:
-    """Whether rows were measured in all windows, at their budget or at one of their own."""
-    return rows["apart"].isin(["", OWN_BUDGET]) & rows["kl_nats"].notna()
-
-
-def fronts(lines: pd.DataFrame) -> pd.Series:
-    """The costs at which no method is closer to the full cache for no more.
-
-    Lines of a board are compared by length, of all budgets. Oracles are on no front.
-    """
-    front = pd.Series("", lines.index)
-    rivals = lines[is_whole(lines) & ~lines["method"].isin(ORACLES)]
-    for _, rows in rivals.groupby("seq_len"):
-        kl = rows["kl_nats"].to_numpy()
-        is_closer = kl < (1 - ROUNDING) * kl[:, None]
-        for name, costs in costs_of(rows).items():
-            limits = costs + EQUAL * (name == "link")
-            limits *= 1 + SAME_STEP * (name == "step time")
-            is_cheap = costs.to_numpy() <= limits.to_numpy()[:, None]
-            is_beaten = (is_closer & is_cheap).any(axis=1)
-            front[rows.index[costs.notna().to_numpy() & ~is_beaten]] += f", {name}"
-    return front.str.removeprefix(", ")
+    on = [f"{place.format(step)} tokens" for step in timed.itertuples()]
+    return timed[["step_s"]].assign(step_source=timed["source_timed"], step_on=on)

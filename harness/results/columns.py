@@ -21,7 +21,7 @@ PUBLISHED_CSV = Path(__file__).parent / "published.csv"
 WORDS = {
     "experiment", "platform", "source", "model", "method", "codec", "label", "settings", "task",
     "metric", "series", "x_name", "wall", "shipped", "run_id", "family", "text", "over",
-    "answers_note", "dense_numbers", "step_source", "step_on", "front", "apart", "other", "closer",
+    "answers_note", "dense_numbers", "step_source", "step_on", "apart", "other", "closer",
 }  # fmt: skip
 """Columns of words. All other columns are of numbers."""
 
@@ -73,14 +73,13 @@ TABLES = _tables({
     # geometric mean over its windows, `ratio` that of its KL to the oracle's. `rank_low` and
     # `rank_high` are the places that it may have. `_low` and `_high` of `ratio` and
     # `answers_difference` are 95 % intervals, of budgets and shares the least and the largest of
-    # the models. `step_s` is of the one model in `step_on`; `step_source` says whether it was timed
-    # or modelled. `front`: the costs at which no method is closer. `apart` says why a method has no
-    # rank.
+    # the models. `step_s` is of the one model in `step_on`, `step_source` how it was timed. `apart`
+    # says why a method has no rank.
     "board": "over model method codec family label asked_budget seq_len rank rank_low rank_high "
     "num_compared kl_nats ratio ratio_low ratio_high degrees num_models num_windows num_places "
     "answers answers_difference answers_difference_low answers_difference_high num_questions "
     "num_contexts answers_note budget_low budget_high device_frac_low device_frac_high "
-    "resident_frac_low resident_frac_high dense_numbers step_s step_source step_on front apart "
+    "resident_frac_low resident_frac_high dense_numbers step_s step_source step_on apart "
     "source shipped",
     # Two methods: `ratio` is that of the KL of `label` to that of `other`. `closer` is the label of
     # the one that is certainly closer to the full cache; empty where they are not told apart.

@@ -265,7 +265,6 @@ _SHOWN = (
     Metric("num_questions", "questions", NUMBER, 0),
     Metric("num_windows", "windows", NUMBER, 0),
     Metric("dense_numbers", "dense layers"),  # of several models
-    Metric("front", "not beaten in"),
 )  # fmt: skip
 COLUMNS = {column.name: column for column in _SHOWN}
 """The columns with a heading or a phrase, by name. `harness/results/columns.py` has all."""

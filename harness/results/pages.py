@@ -1,8 +1,7 @@
 """Pages of tables, and what finished runs show in a terminal: the sheets that a frame makes.
 
-A page has all lines. A terminal has a small table for each figure and what it says in sentences,
-which are made of the numbers of the table; all numbers are in the CSV. Frames of records and of a
-CSV give the same texts.
+A page has all lines. A terminal has a small table for each figure; all numbers are in the CSV.
+Frames of records and of a CSV give the same texts.
 """
 
 import math
@@ -43,13 +42,10 @@ from harness.results.sheet import (
     markdown,
     note,
     show_cell,
-    show_kl,
     show_range,
-    show_value,
     terminal,
     texts_of,
     with_intervals,
-    wrapped,
 )
 from harness.settings.kinds import KINDS
 from harness.settings.task_config import SamplingConfig, TaskConfig
@@ -113,7 +109,7 @@ def render_terminal(frame: pd.DataFrame) -> str:
         return "\n\n".join(_figures(frame))
     if shape == "latency" and frame["largest_batch"].isna().all():
         frame = frame.drop(columns=NOT_BRIEF)
-    return "\n\n".join(map(_timed, sheets_of(frame)))
+    return "\n\n".join(terminal(alike_in_title(sheet)) for sheet in sheets_of(frame))
 
 
 # Settings
@@ -151,9 +147,9 @@ def _told_apart(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     own = rows["own"]
     if rows["line"].nunique() > 1:
         own = varied(own, pd.Series(0, own.index))
-    said = {*_parts(own)}
-    unsaid = [part for part in _parts(rows["settings"]).unique() if part not in said]
-    notes = [f"Settings of all runs: {', '.join(unsaid)}."] if unsaid else []
+    shown = {*_parts(own)}
+    shared = [part for part in _parts(rows["settings"]).unique() if part not in shown]
+    notes = [f"Settings of all runs: {', '.join(shared)}."] if shared else []
     return rows.assign(settings=own), notes
 
 
@@ -314,7 +310,7 @@ def _by_series(rows: pd.DataFrame, shown: Metric) -> pd.DataFrame:
 SHEETS = {"latency": _latency, "accuracy": _accuracy, "analysis": _analysis}
 
 
-# A terminal: a table of each figure, and what it says
+# A terminal: a table of each figure
 
 KL, PERPLEXITY, TOP1 = "kl_nats", "perplexity", "top1_agreement"
 PLACES = {
@@ -323,15 +319,11 @@ PLACES = {
 }  # fmt: skip
 """Metrics of `METRICS` that a terminal shows, and their order. The others, which lm-eval measured,
 stand with `acc`."""
-SAME_BUDGET = 0.1
-"""Budgets that differ by at most this share are compared in a sentence."""
-MAX_NAMES, MAX_TASKS = 4, 2
-"""Methods and tasks that a sentence names."""
 
 
 def _figures(frame: pd.DataFrame) -> Iterator[str]:
-    """Accuracy rows as tables with their sentences; ranges and depths are left to the CSV. A note
-    stands below the first table alone."""
+    """Accuracy rows as tables; ranges and depths are left to the CSV. A note stands below the first
+    table alone."""
     explained: set[str] = set()
     for title, rows in figures_of(frame):
         if rows["line"].nunique() == 1:
@@ -340,12 +332,7 @@ def _figures(frame: pd.DataFrame) -> Iterator[str]:
         sheet = _figure_sheet(title, rows)
         notes = [words for words in sheet.notes if words not in explained]
         explained.update(notes)
-        yield "\n\n".join(filter(None, [terminal(sheet._replace(notes=notes)), _said(rows)]))
-
-
-def said(frame: pd.DataFrame) -> str:
-    """What accuracy rows show in sentences, a paragraph for each table of theirs."""
-    return "\n\n".join(filter(None, (_said(rows) for _, rows in figures_of(frame))))
+        yield terminal(sheet._replace(notes=notes))
 
 
 def figures_of(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -358,7 +345,7 @@ def figures_of(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def _rows_of_figure(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of `lines_of` that a terminal shows, one column of the table after the other, each
-    with the `name` of its line, and `said`, as sentences name it."""
+    with the `name` of its line."""
     rows = lines_of(frame)
     has_several = rows["line"].nunique() > 1
     places = PLACES if has_several else PLACES | {TOP1: len(PLACES)}
@@ -403,8 +390,6 @@ def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with the `name` of their line: its label, with the settings that tell it from others
     of that label. The asked budget stands among them where the one that was read does not tell them
     apart.
-
-    `said`: the name as a sentence has it, with the budget where several lines have this name.
     """
     lines = rows.drop_duplicates("line").set_index("line").sort_index()
     label = lines["label"]
@@ -415,8 +400,7 @@ def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
     share = rows.groupby("line")["budget"].agg(partial(show_range, BUDGET))
     is_alone = ~pd.DataFrame({"name": brief, "share": share}).duplicated(keep=False)
     name = brief.where(is_alone, whole).map(printable)
-    said = name.where(~name.duplicated(keep=False), name + " at " + share + " %")
-    return rows.assign(name=rows["line"].map(name), said=rows["line"].map(said))
+    return rows.assign(name=rows["line"].map(name))
 
 
 def _sizes(rows: pd.DataFrame) -> Iterator[str]:
@@ -486,99 +470,3 @@ def _brief_headings(rows: pd.DataFrame) -> dict[Key, str]:
             heading = f"{task} {heading}"
         found[task, metric] = heading
     return found
-
-
-# What the table says
-
-
-def _said(rows: pd.DataFrame) -> str:
-    """What the rows of a figure show: by KL on the first text, at one budget, in perplexity and in
-    answers. "" where nothing is compared."""
-    sentences: list[str] = []
-    others = rows[rows["metric"].eq(KL) & ~_is_full(rows)]
-    for _, of_text in others.groupby("task", sort=False):
-        if len(of_text) > 1:
-            in_order = of_text.sort_values("value", kind="stable")
-            sentences = [_nearest(in_order), _at_one_budget(in_order)]
-            break
-    for words, compared in (
-        ("Perplexity", _compared(rows[rows["metric"].eq(PERPLEXITY)])),
-        ("Answers", _compared(rows[_is_answer(rows)])),
-    ):
-        if compared:
-            sentences.append(f"{words}: {compared}.")
-    return wrapped(" ".join(sentences))
-
-
-def _nearest(rows: pd.DataFrame) -> str:
-    """Which method is closest to the full cache, and which farthest. rows: the closest first."""
-    near, far = rows.iloc[0], rows.iloc[-1]
-    return (
-        f"By KL {near['said']} is closest to the full cache ({show_kl(near['value'])} nats; it "
-        f"reads {BUDGET.show(near['budget'])} % of it), {far['said']} farthest "
-        f"({show_kl(far['value'])}; {BUDGET.show(far['budget'])} %)."
-    )
-
-
-def _at_one_budget(rows: pd.DataFrame) -> str:
-    """The KL of the largest group of methods that read about the same, or that none do. rows: the
-    closest first."""
-    groups = []
-    for budget in rows.sort_values("line")["budget"]:
-        near = rows[(rows["budget"] - budget).abs() <= SAME_BUDGET * budget]
-        groups.append(near.drop_duplicates("label"))
-    chosen = max(groups, key=len)
-    if len(chosen) < 2:
-        read = show_range(BUDGET, rows["budget"], " to ")
-        at_one = "budget=0.2 compares at one budget what can have it"
-        return f"They read different shares, {read} % of the cache; {at_one}."
-    read = show_range(BUDGET, chosen["budget"], " to ")
-    listed = " / ".join(chosen["label"] + " " + chosen["value"].map(show_kl))
-    return f"At about the same budget ({read} %): {listed} nats."
-
-
-def _compared(rows: pd.DataFrame) -> str:
-    """For each column the full cache's value, and which lines certainly differ from it."""
-    parts = []
-    for (task, _), column in rows.dropna(subset="low").groupby(KEY, sort=False):
-        of_full = column.assign(value=column["value"] - column["difference"]).iloc[0]
-        full = show_value(of_full)
-        if _is_answer(column).all():
-            full += f" % of {task}"
-        parts.append(f"the full cache has {full}; {_certain(column)}")
-    if len(parts) > MAX_TASKS:
-        parts[MAX_TASKS:] = [f"{len(parts) - MAX_TASKS} further tasks are in the table"]
-    return "; ".join(parts)
-
-
-def _certain(rows: pd.DataFrame) -> str:
-    is_certain = rows["low"].gt(0) | rows["high"].lt(0)
-    is_worse = rows["difference"].gt(0) == rows["metric"].eq(PERPLEXITY)
-    sides = {
-        "worse for certain (95 %)": is_certain & is_worse,
-        "better for certain": is_certain & ~is_worse,
-        "not told apart": ~is_certain,
-    }
-    words = []
-    for side, is_there in sides.items():
-        names = rows["said"][is_there]
-        listed = " / ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} of {len(rows)}"
-        if len(names):
-            words.append(f"{side}: {listed}")
-    return ", ".join(words)
-
-
-def _timed(sheet: Sheet) -> str:
-    """A sheet of timed runs, with the shortest and the longest decode step in a sentence."""
-    text, heading = terminal(alike_in_title(sheet)), metrics.TPOT.heading
-    if heading not in sheet.table:
-        return text
-    timed = sheet.table[sheet.table[heading].ne(MISSING)]
-    if len(timed) < 2:
-        return text
-    in_order = timed.loc[timed[heading].astype(float).sort_values(kind="stable").index]
-    near, far = in_order.iloc[0], in_order.iloc[-1]
-    return (
-        f"{text}\n\nA decode step is shortest with {near.iloc[0]} ({near[heading]} ms) and longest "
-        f"with {far.iloc[0]} ({far[heading]} ms)."
-    )

@@ -53,18 +53,14 @@ Row = dict[str, Any]
 
 
 def frames_of(
-    records: Iterable[Record],
-    elsewhere: Callable[[], Iterable[Record]] = tuple,
-    *,
-    weights: bool = True,
+    records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple
 ) -> dict[str, pd.DataFrame]:
     """The rows of the newest finished records by the field `table`, with all columns of its shape.
 
     The full cache's run is looked for among the records, then among those that `elsewhere` returns.
-    weights: different weights of one model count as a setting.
     """
     finished = current(records)
-    settings = _settings(finished, weights)
+    settings = _settings(finished)
     rows: dict[str, list[Row]] = {name: [] for name in SHAPES}
     for record in finished:
         of_run = {
@@ -118,7 +114,7 @@ def layers_of(records: Iterable[Record]) -> pd.DataFrame:
     return frame.sort_values(["model", "series", "x_name"], kind="stable")
 
 
-def _settings(records: Sequence[Record], weights: bool) -> dict[str, str]:
+def _settings(records: Sequence[Record]) -> dict[str, str]:
     """The settings of runs in words, by run_id; with the weights if runs of one model name have
     different ones. A model may be replaced under its name."""
     digests: dict[str, set[str | None]] = defaultdict(set)
@@ -127,7 +123,7 @@ def _settings(records: Sequence[Record], weights: bool) -> dict[str, str]:
     found = {}
     for record in records:
         settings, digest = dict(record["settings"]), record["inputs"].get("model")
-        if weights and digest and len(digests[record["config"]["model"]["name"]] - {None}) > 1:
+        if digest and len(digests[record["config"]["model"]["name"]] - {None}) > 1:
             settings["weights"] = digest[:8]
         found[record["run_id"]] = in_words(settings)
     return found

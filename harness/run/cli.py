@@ -25,7 +25,6 @@ from harness import errors
 from harness.errors import BUG, TRACEBACKS, UNFINISHED, USERS, UnfinishedError, UserError
 from harness.files import holding
 from harness.model.resources import Resources
-from harness.results import archive
 from harness.results.record import jsonable
 from harness.run import kinds, launcher, runner
 from harness.run.all_runs import run_all
@@ -83,7 +82,7 @@ def _do(jobs: Jobs, command: Command) -> None:
 
 @dataclass
 class Jobs:
-    """The jobs of a command: one, or with `-m` several, each a run, a sweep, or an export. One that
+    """The jobs of a command: one, or with `-m` several, each a run or a sweep. One that
     fails does not stop the others.
 
     given: the settings of each. resources: shared by them. draw: makes the figures of a results
@@ -126,9 +125,7 @@ class Jobs:
         """Do one job. Raises as its run, or as the first of its runs that failed."""
         given = self.given[number]
         config = compose(given)
-        if given.get("export") is not None:
-            print(_export(given, config.results_dir))
-        elif is_sweep(config):
+        if is_sweep(config):
             # It takes seconds.
             begins = f"experiment={given['experiment']}: composing its runs"
             print(begins, file=sys.stderr, flush=True)
@@ -201,12 +198,3 @@ class Jobs:
                 print(f"figures are in {figures[0].parent}: {', '.join(names)}")
         for line in self.gaps:
             print(line)
-
-
-def _export(given: Mapping[str, Any], results_dir: Any) -> str:
-    export = given["export"]
-    for name, value in given.items():
-        if name not in ("export", "results_dir"):
-            allowed = "beside it only results_dir= is allowed"
-            raise UserError(f"{name}={value}: export={export} runs nothing; {allowed}")
-    return archive.export(Path(path_text(results_dir, "results_dir")), export)

@@ -37,7 +37,7 @@ OF_ROWS = (*OF_THE_CODEC, "group_size", "residual", "gpu_cache")
 """Settings of how rows are stored, which a method's file may have."""
 OF_THE_FILE = ("_target_", "title", *OF_ROWS)
 """Keys of a method's file that are no fields of its class."""
-NO_SETTINGS = ("sweep", "export", "codec_settings", "budget", "method")
+NO_SETTINGS = ("sweep", "codec_settings", "budget", "method")
 """What stands in `conf/config.yaml` and is no plain setting of `RunConfig`."""
 
 

@@ -36,11 +36,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
-from harness.results.tuned import as_tuned
 from harness.run import kinds
 from harness.run.all_runs import counted, groups
 from harness.run.compose import compose, load, resolved
@@ -48,6 +48,7 @@ from harness.run.parse import chosen_model
 from harness.run.words import Values, values_of
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
+from harness.settings.paths import CONF_DIR
 from harness.settings.schema import Positive, Text, build, options
 from harness.settings.systems import OF_EVERY_METHOD
 
@@ -66,6 +67,20 @@ class Keywords:
 KEYWORDS = Keywords.__dataclass_fields__.keys()
 SCALES = ("small", "paper")
 """What `sweep.scale=` may be, where a file has it: one small model, or the paper's parameters."""
+
+TUNED = CONF_DIR / "tuned.yaml"
+
+
+def as_tuned(methods: Sequence[str], budgets: Sequence[float], model: str) -> list[list[Any]]:
+    """`${as_tuned:${sweep.methods},[0.05,0.10],${model.name}}` in a sweep: [method, budget, dense
+    layers] of each method at each budget, by the file `TUNED`."""
+    of_model = yaml.safe_load(TUNED.read_text(encoding="utf-8")).get(model, {})
+    found = []
+    for method in methods:
+        for budget in budgets:
+            found.append([method, f"nearest:{budget}", of_model.get(method, {}).get(budget, 0)])
+    return found
+
 
 OmegaConf.register_new_resolver("as_tuned", as_tuned, replace=True)
 

@@ -24,7 +24,7 @@ from harness.settings.task_config import TASKS
 
 FREE_TEXT = (
     "prompt", "system_instruction", "question_marker", "think_end_token", "label", "results_dir",
-    "corpus.path", "calibration.path", "model.path", "data.root", "include_path", "export",
+    "corpus.path", "calibration.path", "model.path", "data.root", "include_path",
     "platform.disk_dir",
 )  # fmt: skip
 """Settings that are any text, which Hydra's grammar would read as lists, sweeps or numbers."""

@@ -177,7 +177,6 @@ def check_run(arguments: list[str]) -> None:
         return
     if arguments[:1] == ["advise"]:
         arguments = ["experiment=advise", *arguments[1:]]
-    arguments = [word for word in arguments if not word.startswith("export=")]  # beside it a run's settings are refused
     placed = [re.sub(r"=DIR$", f"={ROOT}", word) for word in arguments]
     for name, base in (("my_method.py", "PromptEvicting"), ("my_codec.py", "RowCodec")):
         placed = [word.replace(f"./{name}", own_file(name, base)) if name in word else word for word in placed]

@@ -19,7 +19,7 @@ from matplotlib.text import Text
 from harness.results import board
 from harness.results import write as tables
 from harness.results.board import first_board
-from harness.results.board_rows import ANSWERS, ORACLES, SHAPES, STEPS, TEXTS, fronts
+from harness.results.board_rows import ANSWERS, SHAPES, STEPS, TEXTS
 from harness.results.columns import csv_of, read_frame
 from harness.results.samples import clustered_stderr
 from harness.results.stats import LEVEL, estimates, holm
@@ -305,8 +305,9 @@ def step_row(model: str, label: str, **columns: Any) -> dict[str, Any]:
     return row_of(model, label) | step | {"budget": 0.08} | columns
 
 
-def test_a_step_is_the_timed_one_or_follows_from_it(results):
-    """Of the model with the most timed steps, at windows as long as its prompts, with as many dense layers."""
+def test_a_step_is_the_timed_one(results):
+    """Of the model with the most timed steps, at windows as long as its prompts, with as many dense layers and the same
+    groups."""
     steps = [step_row("small", "Near"), step_row("small", "Near", batch_size=8, step_s=8.0)]
     steps += [step_row("small", "Alike", dense_layers=1), step_row("small", "Far", step_s=0.02)]
     put(results, STEPS, [step_row("big", "Near", step_s=9.0)])
@@ -320,49 +321,11 @@ def test_a_step_is_the_timed_one_or_follows_from_it(results):
     assert set(rows.step_on) == {"", "small (cpu), batch 4, prompts of 1,024 tokens"}
     found = {(row.label, row.asked_budget, row.seq_len): (row.step_s, row.step_source) for row in rows.itertuples()}
     assert found["Near", 0.1, 1024] == (0.0151, "emulated") and found["Far", 0.1, 1024] == (0.02, "emulated")
-    assert found["Far + int8", 0.1, 1024] == (0.007, "modelled"), "in groups of another length"
-    half_late = 0.0025  # of half the bytes, 5 ms, half are waited for
-    assert found["Near", 0.05, 1024] == (pytest.approx(0.0151 + (0.010 + half_late) - (0.010 + 0.005)), "modelled")
-    for key in (("Alike", 0.1, 1024), ("Oracle", 0.1, 1024), ("Near", 0.1, 4096)):
+    others = [("Near", 0.05, 1024), ("Far + int8", 0.1, 1024), ("Alike", 0.1, 1024), ("Oracle", 0.1, 1024)]
+    for key in (*others, ("Near", 0.1, 4096)):
         assert math.isnan(found[key][0]) and found[key][1] == "", "not timed like this"
     page = (results / "board.md").read_text()
-    assert "12.6‡" in page and "Decode step: small (cpu), batch 4, prompts of 1,024 tokens, over an" in page
-
-
-def test_a_front_has_the_methods_that_none_beats_at_a_cost():
-    """Against a plain search over all pairs, with what counts as equal."""
-    rng = random.Random(0)
-    rows = []
-    for _ in range(60):
-        budget = rng.choice([0.05, 0.1, 0.104])
-        costs = {"budget": budget, "device_frac": rng.random(), "resident_frac": rng.random()}
-        row: dict[str, Any] = {f"{name}_{end}": value for name, value in costs.items() for end in ("low", "high")}
-        row |= {"method": rng.choice(["quest", "h2o", *ORACLES]), "apart": rng.choice(["", "", "lacks x"])}
-        row["family"] = "evicts" if row["method"] == "h2o" else "retrieves"
-        row |= {"kl_nats": rng.choice([rng.random(), 0.01, 0.01 * (1 + 1e-15)]), "seq_len": rng.choice([1, 2])}
-        rows.append(row | {"step_s": rng.choice([math.nan, rng.uniform(0.1, 0.11)])})
-    margins = {"link": (0.01, 0), "link + device": (0, 0), "resident": (0, 0), "step time": (0, 0.01)}
-
-    def cost(row: dict[str, Any], name: str) -> float:
-        step = math.inf if math.isnan(row["step_s"]) else row["step_s"]
-        link, device, resident = row["budget_low"], row["device_frac_low"], row["resident_frac_low"]
-        moved = device if row["family"] == "evicts" else link + device  # what is kept lies on the device
-        return dict(zip(margins, (link, moved, resident, step), strict=True))[name]
-
-    found = fronts(pd.DataFrame(rows))
-    assert found.str.contains("link, link + device", regex=False).any()
-    possible = [row for row in rows if not row["apart"] and row["method"] not in ORACLES]
-    for front, row in zip(found, rows, strict=True):
-        closer = [
-            each for each in possible if each["seq_len"] == row["seq_len"] and row["kl_nats"] - each["kl_nats"] > 1e-12
-        ]
-        expected = []
-        for name, (absolute, relative) in margins.items():
-            own = cost(row, name)
-            if row in possible and own < math.inf:
-                limit = own * (1 + relative) + absolute
-                expected += [name] if all(cost(other, name) > limit for other in closer) else []
-        assert front == ", ".join(expected)
+    assert "15.1" in page and "Decode step: small (cpu), batch 4, prompts of 1,024 tokens, over an" in page
 
 
 def test_pairs_say_who_is_closer(results):
@@ -380,8 +343,7 @@ def test_the_page_has_readmes_rows_and_all_methods(results):
     page = board.write(results).read_text()
     titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
     setting = "budget 10 %, windows of 1,024 tokens"
-    by_memory = "by memory, windows of 1,024 tokens"
-    assert titles == [f"README rows: {setting}", setting, f"{setting}: not compared", by_memory]
+    assert titles == [f"README rows: {setting}", setting, f"{setting}: not compared"]
     lines = [line for line in page.splitlines() if line.startswith("|")]
     assert [line.split("|")[1].strip() for line in lines[2:4]] == ["Full cache", "Oracle"], "in README's order"
     (oracle, *_) = lines_of(page, "Oracle")
@@ -506,8 +468,7 @@ def test_a_few_rows_of_ones_own_are_printed_beside_the_shipped_ones(results, cap
     assert board.main([str(results)]) == 0
     printed = capsys.readouterr().out
     mine, *_ = lines_of(printed, "Mine *")
-    assert mine[1] == "4 (4-4)" and "Mine: rank 4 (4 to 4), KL 2." in " ".join(printed.split())
-    assert "Near is closest to the full cache: its KL is 0.50 (0." in " ".join(printed.split())
+    assert mine[1] == "4 (4-4)" and mine[2].startswith("2.") and "One's own run" in printed
 
 
 def test_two_numbers_of_dense_layers_are_two_lines(tmp_path):
@@ -530,55 +491,9 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     assert not (tmp_path / "board.md").exists()
 
 
-# Claims
-
-
-def judged(results: Path, monkeypatch: pytest.MonkeyPatch, *claims: dict[str, Any]) -> list[list[str]]:
-    """What the page says of each claim: the verdict over all models, and where it holds, is not told apart, fails."""
-    named = [{"claim": f"claim {at}", "label": "Near"} | fields for at, fields in enumerate(claims)]
-    monkeypatch.setitem(board.SAYS, "claims", named)
-    page = board.write(results).read_text()
-    found = [lines_of(page, claim["claim"]) for claim in named]
-    return [[lines[0][3].partition(":")[0], *lines[0][5:]] if lines else [] for lines in found]
-
-
-def test_a_claim_is_judged_on_each_model(results, monkeypatch):
-    claims = [
-        ({"ratio": 1}, "holds"),
-        ({"ratio": 0.4}, "does not hold"),
-        ({"ratio": 0.5}, "not told apart"),
-        ({"label": "Far", "ratio": 1}, "does not hold"),
-        ({"answers_difference": 0}, "not told apart"),
-        ({"answers_difference": -0.35}, "holds"),
-        ({"label": "Far", "answers_difference": -0.05}, "does not hold"),
-    ]
-    found = judged(results, monkeypatch, *(fields for fields, _ in claims))
-    for (fields, verdict), line in zip(claims, found, strict=True):
-        sides = ("holds", "not told apart", "does not hold")
-        assert line == [verdict, *("all 3 models" if side == verdict else "-" for side in sides)], fields
-
-
-def test_a_claim_at_another_budget_or_on_other_questions_is_not_judged(results, monkeypatch):
-    add_windows(results, ["Paged"], budget=0.115)  # with the oracle's, the mean is within a point of 10 %
-    assert judged(results, monkeypatch, {"label": "Paged", "ratio": 9}) == [[]]
-    for others in ({"asked": 16}, {"prompt_len": 950}):
-        for folder, (model, _) in MODELS.items():
-            asked = [*answer_rows(model, ["Full cache"]), *answer_rows(model, ["Far"], **others)]
-            put(results / folder, ANSWERS, asked)
-        assert judged(results, monkeypatch, {"label": "Far", "answers_difference": -0.9}) == [[]]
-        assert math.isnan(made(results).answers["Far"])
-
-
-def test_a_claim_that_fails_on_one_model_names_the_others(results, monkeypatch):
-    rows = read_frame(results / "third" / "tables" / f"{TEXTS}.csv")
-    put(results / "third", TEXTS, rows.assign(kl_nats=rows.kl_nats * np.where(rows.label == "Near", 3, 1)))
-    assert judged(results, monkeypatch, {"ratio": 1}) == [["not told apart", "big, small", "-", "slow"]]
-
-
 def test_readme_names_methods_that_there_are():
-    named = {*board.SAYS["readme"]["methods"], *(claim["label"] for claim in board.SAYS["claims"])}
     labels = {load([f"method={path.stem}"]).label for path in (CONF_DIR / "method").glob("*.yaml")}
-    assert named <= labels
+    assert labels.issuperset(board.README_METHODS)
 
 
 # Records, shipped tables, figure and report

@@ -442,9 +442,6 @@ def test_the_full_cache_has_a_line_where_runs_were_compared_with_it(tmp_path):
     assert of_full.items() <= full.items()
     # 4.303 standard errors of 2.663 around 4.793: the delta method's on exp(2.5) nll - exp(2) nll_full
     assert [line["perplexity"] for line in others] == ["12.18 (-7 to +16)"] * 2
-    said = " ".join(text.split())
-    assert "By KL InfiniGen, alpha=4.0 is closest" in said, "not the full cache itself"
-    assert "Perplexity: the full cache has 7.389; not told apart: InfiniGen, alpha=4.0 / InfiniGen, alpha=5.0." in said
     assert lines_of(tables.summary([run | {"samples": {}} for run in runs]))[0]["method"] == "InfiniGen, alpha=4.0"
 
 

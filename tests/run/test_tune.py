@@ -1,29 +1,29 @@
 """`experiment=tune` and the sweep of `experiment=board` that reads its numbers; one's own rows on the board."""
 
-import math
 import re
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
-from harness.results import board, tuned
-from harness.results.board_rows import ORACLES, step_at, step_seconds, timed_step
-from harness.results.columns import csv_of
-from harness.run import cli
+from harness.results import board
+from harness.results.board_rows import ORACLES
+from harness.results.columns import read_frame
+from harness.results.metrics import EQUAL
+from harness.run import cli, sweep
 from harness.run.compose import choices, compose, load
 from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
+from harness.settings.own_method import shipped
 from harness.settings.schema import options
 from tests.methods.test_own_files import CODEC
-from tests.runs import Row, letters, rows_at
+from tests.runs import letters, rows_at
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,41 +73,22 @@ def test_a_method_without_a_budget_runs_once_a_number_of_dense_layers():
     assert {config.kind for config in plan.runs} == {"perplexity"}
 
 
-def scored(method: str, asked: float, dense: int | None, kl: float, **columns: Any) -> Row:
-    """A KL in the table of `experiment=tune`; dense: None where it is the number of the method's file."""
-    words = "" if dense is None else f"dense_layers={dense}, "
-    common = {"model": "smollm2-135m", "task": "offline", "metric": "kl_nats", "budget": asked, "experiment": "tune"}
-    row = common | {"method": method, "label": method, "settings": f"{words}budget={asked}, num_windows=4", "value": kl}
-    return row | {"source": "measured"} | columns
-
-
-def test_dense_layers_are_the_best_of_each_model_and_budget(monkeypatch, tmp_path):
-    """Those with the least KL of the numbers with which a method has the budget; of a codec's rows none."""
-    rows = [scored("quest", 0.1, 0, 0.2), scored("quest", 0.1, 1, 0.1), scored("quest", 0.1, None, 0.3)]
-    rows += [scored("quest", 0.05, None, 0.1), scored("quest", 0.05, 1, 0.2)]  # 2 are of its file
-    rows += [scored("quest", 0.1, 0, 0.01, model="gemma3-270m"), scored("quest", 0.1, 0, 0.01, metric="perplexity")]
-    coded = "dense_layers=0, codec=int8, budget=0.1"
-    rows += [scored("quest", 0.1, 0, 0.01, settings=coded), scored("./mine.py", 0.1, None, 0.01)]
-    rows += [scored("kascade", 0.1, layers, 1 / (1 + layers), budget=0.3) for layers in (0, 1, 2)]
-    other = tmp_path / "other"
-    (other / "tables").mkdir(parents=True)
-    (other / "tables" / "tune.csv").write_text(csv_of(pd.DataFrame(rows), "accuracy"))
-    best = tuned.best_of(other / "tables" / "tune.csv").sort_values(["model", "asked"]).to_numpy().tolist()
-    model = "smollm2-135m"
-    assert best == [["gemma3-270m", "quest", 0.1, 0], [model, "quest", 0.05, 2], [model, "quest", 0.1, 1]]
-    file = tmp_path / "tuned.yaml"
-    file.write_text("smollm2-135m: {h2o: {0.1: 2}, quest: {0.05: 2, 0.1: 1}}\n")
-    monkeypatch.setattr(tuned, "FILE", file)
+def test_a_model_that_the_file_lacks_has_no_dense_layers(monkeypatch, tmp_path):
+    tuned(monkeypatch, tmp_path, "smollm2-135m: {h2o: {0.1: 2}, quest: {0.05: 2, 0.1: 1}}")
     small, large = "nearest:0.05", "nearest:0.1"
-    assert tuned.as_tuned(["quest"], [0.05, 0.1], model) == [["quest", small, 2], ["quest", large, 1]]
-    assert tuned.as_tuned(["quest", "sparq"], [0.1], model) == [["quest", large, 1], ["sparq", large, 0]]
-    assert tuned.as_tuned(["h2o"], [0.1], "unknown") == [["h2o", large, 0]]
+    assert sweep.as_tuned(["quest"], [0.05, 0.1], "smollm2-135m") == [["quest", small, 2], ["quest", large, 1]]
+    assert sweep.as_tuned(["quest", "sparq"], [0.1], "smollm2-135m") == [["quest", large, 1], ["sparq", large, 0]]
+    assert sweep.as_tuned(["h2o"], [0.1], "unknown") == [["h2o", large, 0]]
+
+
+def tuned(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
+    """Sweeps read these numbers."""
+    (folder / "tuned.yaml").write_text(text)
+    monkeypatch.setattr(sweep, "TUNED", folder / "tuned.yaml")
 
 
 def test_the_board_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
-    file = tmp_path / "tuned.yaml"
-    file.write_text("qwen2.5-coder-0.5b: {quest: {0.05: 2, 0.1: 1}}\nsmollm2-135m: {sparq: {0.1: 2}}\n")
-    monkeypatch.setattr(tuned, "FILE", file)
+    tuned(monkeypatch, tmp_path, "qwen2.5-coder-0.5b: {quest: {0.05: 2, 0.1: 1}}\nsmollm2-135m: {sparq: {0.1: 2}}\n")
     asked = ["experiment=board", "model=qwen2.5-coder-0.5b", "sweep.data_root=.", "sweep.methods=[quest]"]
     asked += ["sweep.long.methods=[quest]", "sweep.over_int8=[oracle,quest]", "sweep.long_over_int8=[quest]"]
     asked += ["sweep.tasks_over_int8=[oracle]"]
@@ -137,13 +118,29 @@ def test_the_board_runs_each_model_with_its_own_numbers(monkeypatch, tmp_path):
     assert {config.seq_len - config.prefill_len for config in configs} == {64}
 
 
+def best_of(table: Path) -> set[tuple[str, str, float, int]]:
+    """Model, method, budget and the number of dense layers with the least KL in a table of `experiment=tune`.
+
+    Where that is not 0. Rows over a codec, and methods at another budget than asked, do not count.
+    """
+    frame = read_frame(table)
+    frame = frame[frame["metric"].eq("kl_nats")]
+    settings = frame["settings"].str
+    frame["asked"] = settings.extract(r"(?:^|, )budget=([\d.]+)", expand=False).astype(float)
+    given = settings.extract(r"(?:^|, )dense_layers=(\d+)", expand=False).astype(float)
+    frame["dense"] = given.fillna(frame["method"].map(lambda method: shipped(method)[1]["dense_layers"]))
+    has_budget = (frame["budget"] - frame["asked"]).abs() <= EQUAL
+    counts = has_budget & ~settings.contains(r"(?:^|, )codec=")
+    best = frame[counts].sort_values("value").drop_duplicates(["model", "method", "asked"]).query("dense > 0")
+    return set(best[["model", "method", "asked", "dense"]].itertuples(index=False, name=None))
+
+
 def test_the_shipped_numbers_are_those_of_the_shipped_scores():
     best = set()
     for folder in ("results", "results/qwen2.5-coder-0.5b"):
-        found = tuned.best_of(ROOT / folder / "tables" / "tune.csv").query("dense_layers > 0")
-        best |= set(found.itertuples(index=False, name=None))
+        best |= best_of(ROOT / folder / "tables" / "tune.csv")
     listed = set()
-    for model, methods in yaml.safe_load(tuned.FILE.read_text()).items():
+    for model, methods in yaml.safe_load(sweep.TUNED.read_text()).items():
         for method, numbers in methods.items():
             listed |= {(model, method, budget, number) for budget, number in numbers.items()}
     assert best == listed and len(best) == 16
@@ -176,22 +173,6 @@ def test_an_entry_is_lenient_only_where_it_says_so():
     unknown = entry | {"method": "full", "method.none": 1}
     lenient = read_plan({"sweep": {"runs": [each | {"where_allowed": True} for each in (entry, unknown)]}})
     assert [each.method_name for each in lenient.runs] == ["full"] and len(lenient.left_out) == 2
-
-
-def test_a_step_at_another_budget_follows_from_the_timed_one():
-    late = {"compute_s": 1.0, "link_bytes": 3.0, "late_bytes": 1.0}
-    assert step_seconds(late | {"link_bytes_per_s": 1.0}) == 3.0
-    assert step_seconds(late | {"link_bytes_per_s": 10.0}) == pytest.approx(1.1)
-    metrics = dict.fromkeys(("platform", "batch_size", "prompt_len", "source"), 0)
-    metrics |= {"gen_len": 11, "decode_s": 0.1, "exposed_transfer_s": 0.02, "h2d_bytes": 10 * 2**20}
-    step = timed_step(metrics | {"late_bytes": 5 * 2**20, "link_bytes_per_s": 2**20})
-    assert (step["step_s"], step["compute_s"], step["link_bytes"]) == (pytest.approx(0.01), pytest.approx(0.008), 2**20)
-    assert step_at(step, 3, 0) == pytest.approx(0.01 + 3 - 1), "all of it waits for the link"
-    step |= {"compute_s": 2.0, "step_s": 2.5}  # half of the bytes are hidden, at any budget those of a dense layer
-    assert step_at(step, 3, 0) == pytest.approx(2.5 + (2 + 1.5) - (2 + 0.5))
-    assert step_at(step, 3, 1) == pytest.approx(2.5 + (2 + 2.5) - (2 + 0.5))
-    assert math.isnan(step_at(step | {"link_bytes_per_s": math.nan}, 3, 0))
-    assert timed_step(metrics | {"h2d_bytes": None}) == {}
 
 
 # One's own method or codec beside the shipped ones

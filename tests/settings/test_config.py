@@ -311,7 +311,7 @@ def test_a_value_that_cannot_be_is_refused_in_one_line_that_names_its_setting(co
 
 def test_every_setting_refuses_a_wrong_type():
     keys = flat(resolved(compose()))
-    others = ("sweep.", "model.shape.", "method.name", "export")
+    others = ("sweep.", "model.shape.", "method.name")
     for key in ("model.shape", *(key for key in keys if not key.startswith(others))):
         config = compose()
         OmegaConf.update(config, key, [["a"], {"b": 1}] if key != "model.shape" else "square", merge=False)
