@@ -17,10 +17,9 @@ from pathlib import Path
 import pandas as pd
 
 from harness.errors import UserError, exit_code, nearest, printable, shortened
-from harness.results.archive import opened
 from harness.results.metrics import MISSING, WAYS
 from harness.results.record import Record, in_words, read_all
-from harness.results.samples import Sample, differences_of, with_full
+from harness.results.samples import Sample, with_full
 from harness.settings.paths import COMMAND, RESULTS
 
 NO_SCORES = ("generated_tokens", "at_limit", "unknown_less_known")
@@ -37,14 +36,14 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="a run_id of a table, or its beginning")
     parser.add_argument("--task", help="one task of the run (default: all)")
-    where = "a results folder or an archive of one (default %(default)s)"
+    where = "a results folder (default %(default)s)"
     parser.add_argument("--results-dir", default=RESULTS, type=Path, metavar="DIR", help=where)
     return exit_code(partial(_print, parser.parse_args(argv)))
 
 
 def _print(asked: argparse.Namespace) -> None:
-    with opened(asked.results_dir) as results:
-        finished = [record for record in read_all(results) if record["status"] == "finished"]
+    every = read_all(asked.results_dir)
+    finished = [record for record in every if record["status"] == "finished"]
     known = {record["run_id"]: record for record in finished}
     found = [run for run in known if run.startswith(asked.run)]
     if len(found) != 1:
@@ -83,46 +82,31 @@ def _lines(pairs: pd.DataFrame, record: Record, full: Record) -> Iterator[str]:
     """The numbers of a task, and its lost questions, as text for a terminal."""
     task = pairs["task"].iloc[0]
     yield printable(f"{task} (run {record['run_id']}, full cache {full['run_id']})")
-    tests = differences_of(pairs).set_index("metric")
     for metric, of_metric in pairs.groupby("metric", sort=False):
-        test = tests.loc[metric]
-        shown: str = MISSING if pd.isna(test["p"]) else f"{test['p']:.3f}"
+        own, other = of_metric["value"], of_metric["full"]
         yield (
-            f"{metric}: of {len(of_metric)} questions the full cache has "
-            f"{of_metric['full'].sum():.0f} right, this run {of_metric['value'].sum():.0f}; "
-            f"lost {test['lost']:.0f}, gained {test['gained']:.0f}, p = {shown}"
+            f"{metric}: of {len(of_metric)} questions the full cache has {other.sum():.0f} right, "
+            f"this run {own.sum():.0f}; lost {(own < other).sum()}, gained {(own > other).sum()}"
         )
-    own, other = ({of["question"]: of for of in run["samples"][task]} for run in (record, full))
+    runs = record["samples"][task], full["samples"][task]
+    samples = [{sample["question"]: sample for sample in of_run} for of_run in runs]
     lost = pairs[pairs["value"] < pairs["full"]]
-    first = pairs["metric"].iloc[0]
-    read = {number: _of_way(sample, first).get("needle_read") for number, sample in own.items()}
-    shares = pd.Series(read, dtype=float).groupby(pd.Index(read).isin(lost["question"])).mean()
-    if shares.notna().sum() == 2:
-        yield (
-            f"of the needle {shares[True]:.0%} is read where a question is lost, "
-            f"{shares[False]:.0%} elsewhere"
-        )
     for number, metrics in lost.groupby("question")["metric"]:
         yield f"\nquestion {number} ({', '.join(metrics)})"
-        yield from _question(*(_of_way(run[number], metrics.iloc[0]) for run in (own, other)))
+        yield from _question(*(_of_way(of_run[number], metrics.iloc[0]) for of_run in samples))
 
 
 def _question(own: Sample, full: Sample) -> Iterator[str]:
     """A question, its right answer and the two that were given."""
-    needle = None
-    if own.get("needle_read") is not None:
-        needle = (
-            f"{own['needle_read']:.0%} of {own['needle_tokens']} tokens read, "
-            f"{own['needle_read_max']:.0%} in the layer that read most"
-        )
     texts = {
         "context": own.get("context_text"),
         "question": own.get("question_text"),
         "right": _answer(own, "gold_text", "target"),
         "full": _answer(full, "predicted_text", "text"),
         "method": _answer(own, "predicted_text", "text"),
-        "needle": needle,
     }
+    if own.get("needle_read") is not None:
+        texts["needle"] = f"{own['needle_read']:.0%} of {own['needle_tokens']} tokens read"
     for name, text in texts.items():
         begin, shown = f"  {name:<10}", printable(text or MISSING)
         yield textwrap.fill(shown, WIDTH, initial_indent=begin, subsequent_indent=" " * 12)

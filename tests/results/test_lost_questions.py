@@ -212,12 +212,11 @@ def test_the_command_lists_lost_questions(tmp_path, capsys):
     _, own = save_pair(tmp_path)
     assert main([own[:8], "--results-dir", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    said = "acc: of 4 questions the full cache has 3 right, this run 2; lost 2, gained 1, p = -\n"
-    assert said in text, "one context, whose error is not known"
-    assert "of the needle 25% is read where a question is lost, 12% elsewhere" in text
+    said = "acc: of 4 questions the full cache has 3 right, this run 2; lost 2, gained 1\n"
+    assert said in text
     assert re.findall(r"^question (\d) \(acc\)$", text, re.MULTILINE) == ["1", "3"]
     assert re.search(r"question 1 \(acc\)\n  context   … item 1 is 1111\. …\n  question  Question: what is", text)
-    assert "  right     1111\n  full      1111\n  method    2222\n  needle    12% of 9 tokens read, 25% in" in text
+    assert "  right     1111\n  full      1111\n  method    2222\n  needle    12% of 9 tokens read\n" in text
 
 
 @pytest.mark.parametrize(
