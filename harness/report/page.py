@@ -1,32 +1,180 @@
-"""The report as a page: its sections, and of `runs/` the environment and the failures.
+"""The report as a page: a section for each figure or table with what `tables/` and `figures/` hold
+of it, and of `runs/` the environment and the failures.
 
-A section per figure or table. Everything is embedded, nothing is fetched. Figures are SVG images.
-DataTables, of which itables brings the script, sorts and searches tables; without scripts all else
-works. The page's policy admits no other script.
+A sentence of finding stands where `findings.yaml` of the results gives one, beside its numbers:
+
+    fig11: At a tenth of the cache InfiniGen loses ...
+
+Everything is embedded, nothing is fetched. Figures are SVG images. DataTables, of which itables
+brings the script, sorts and searches tables; without scripts all else works.
 """
 
-from base64 import b64encode
-from collections.abc import Mapping, Sequence
-from hashlib import sha256
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.errors import UserError
+from harness.errors import UserError, nearest
 from harness.files import write_atomic
-from harness.report.sections import SOURCES, Section, sections_of
+from harness.results.columns import read_frame
 from harness.results.metrics import GIB
+from harness.results.pages import sheets_of_page
 from harness.results.record import Record, read_all
-from harness.results.sheet import NOTES
-from harness.settings.paths import COMMAND, RESULTS, models_beside
+from harness.results.sheet import NOTES, Sheet
+from harness.settings.paths import (
+    COMMAND,
+    PACKAGES_DIR,
+    RESULTS,
+    models_beside,
+    shipped_beside,
+    tables_to_read,
+)
 
 HERE = Path(__file__).parent
 FIRST = "budget"
 """The figure of the shipped results that the report opens with."""
+REGISTRY = yaml.safe_load((PACKAGES_DIR / "plots" / "registry.yaml").read_text(encoding="utf-8"))
+"""Read as a file, since what measures imports nothing of what draws."""
+MODELLED = "-modelled"
+"""The end of the name of a figure that the cost model predicts."""
+SOURCES = {
+    "measured": "on a GPU, or accuracy computed by the model itself",
+    "emulated": "on a CPU whose second memory stands behind a link of limited rate",
+    "modelled": "predicted by the cost model, never run",
+    "published": "quoted from the paper or another project",
+}
+SAFE_IN_URI = " !$&'()*+,-./:;=?@_"
+"""Letters of a picture that stand as they are in a data URI."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one results folder has of a figure or table.
+
+    where: "" for the folder that is reported, the name of a folder within it. image: a data URI,
+    which runs no script and loads nothing; "" for none. tables: by name. sheets: those of the
+    tables that this section shows. elsewhere: the sections that show the others.
+    """
+
+    where: str
+    finding: str
+    image: str
+    tables: Mapping[str, pd.DataFrame]
+    sheets: Mapping[str, Sequence[Sheet]]
+    elsewhere: Mapping[str, str]
+
+    @property
+    def sources(self) -> list[str]:
+        """What its numbers are, in the order of `SOURCES`."""
+        found: set[str] = set().union(*(table["source"] for table in self.tables.values()))
+        return [source for source in SOURCES if source in found]
+
+    @property
+    def has_own(self) -> bool:
+        """Whether numbers of it are of runs that are not shipped."""
+        tables = [table for table in self.tables.values() if "shipped" in table]
+        return any(len(table.query("shipped == '' and source != 'modelled'")) for table in tables)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A figure or table. name: that of `figures/<name>.svg`. tables: names of `tables/*.csv`, its
+    own first. parts: none where no folder has any of it."""
+
+    name: str
+    title: str
+    command: str
+    tables: Sequence[str]
+    page: str
+    parts: list[Part] = field(default_factory=list)
+
+
+def registered() -> Iterator[Section]:
+    """The sections of the registry, in its order. Those that the cost model predicts come after the
+    timed ones."""
+    for page, named in REGISTRY["pages"].items():
+        for name, fields in named.items():
+            title, tables = fields["title"], fields.get("tables", [name])
+            command = fields.get("command", f"python run.py experiment={name}")
+            yield Section(name, title, command, tables, page)
+            if fields.get("modelled"):
+                twin, command = name + MODELLED, "python -m harness.paper.costmodel --write"
+                yield Section(twin, f"{title}, modelled", command, [twin], page)
+
+
+def sections_of(folders: Mapping[str, Path]) -> list[Section]:
+    """The registered sections, then those of the user's own experiments, with what the folders have
+    of them.
+
+    Raises:
+        UserError: a damaged table, or findings about what is not there.
+    """
+    sections = list(registered())
+    known = {name for section in sections for name in (section.name, *section.tables)}
+    found: set[str] = set()
+    for folder in folders.values():
+        found.update(path.stem for path in tables_to_read(folder))
+        found.update(path.stem for path in folder.glob("figures/*.svg"))
+    for name in sorted(found - known):
+        command = f"python run.py experiment={name}"
+        sections.append(Section(name, "Further runs", command, [name], "further runs"))
+
+    names = [section.name for section in sections]
+    homes: dict[str, str] = {}  # the section that shows a table: of its name, or the first
+    for section in sections:
+        for name in section.tables:
+            homes.setdefault(name, name if name in names else section.name)
+    for where, folder in folders.items():
+        tables = {path.stem: read_frame(path) for path in tables_to_read(folder)}
+        said = _findings(folder, names)
+        for section in sections:
+            own = {name: tables[name] for name in section.tables if name in tables}
+            at_home = [name for name in own if homes[name] == section.name]
+            shown = {name: sheets_of_page(name, own[name]) for name in at_home}
+            image = _image(folder, section)
+            if image or any(shown.values()):
+                finding = said.get(section.name, "")
+                elsewhere = {name: homes[name] for name in own if name not in shown}
+                section.parts.append(Part(where, finding, image, own, shown, elsewhere))
+    return sections
+
+
+def _findings(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """The sentences of a results folder by section, and those of the shipped ones beside it.
+
+    Raises UserError for a name that is not among `names`.
+    """
+    said: dict[str, str] = {}
+    for place in filter(None, (shipped_beside(folder), folder)):
+        path = place / "findings.yaml"
+        sentences = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+        for name, sentence in (sentences or {}).items():
+            if name not in names:
+                raise UserError(f"{path}: {name}: {nearest(name, names)}")
+            said[name] = sentence if place == folder else f"Of the shipped runs: {sentence}"
+    return said
+
+
+def _image(folder: Path, section: Section) -> str:
+    """The figure of a results folder; the shipped one where none of its tables is one's own."""
+    path, shipped = folder / "figures" / f"{section.name}.svg", shipped_beside(folder)
+    own_tables = [folder / "tables" / f"{name}.csv" for name in section.tables]
+    if not path.exists() and shipped is not None and not any(map(Path.exists, own_tables)):
+        path = shipped / "figures" / path.name
+    if not path.exists():
+        return ""
+    text = " ".join(path.read_text(encoding="utf-8").split())
+    return "data:image/svg+xml," + quote(text, safe=SAFE_IN_URI)
+
+
+# The page
 
 
 def write_report(results: str | Path = RESULTS) -> Path:
@@ -74,7 +222,6 @@ def _render(folder: Path) -> str:
         sources=SOURCES,
         glossary=NOTES["glossary"],
         scripts=scripts,
-        digests=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],
         style=(HERE / "report.css").read_text(),
         machines={where: machine_of(found) for where, found in records.items()},
         not_made=[section for section in sections if not section.parts],

@@ -91,15 +91,20 @@ def _titles(frame: pd.DataFrame) -> pd.Series:
     return timed.mask(frame["source"].eq("modelled"), modelled)
 
 
-def render_markdown(name: str, frame: pd.DataFrame) -> str:
-    """The whole `.md` file of a table, with published numbers at its end."""
+def sheets_of_page(name: str, frame: pd.DataFrame) -> list[Sheet]:
+    """The sheets of a table, then the numbers that papers give for the figure of its name."""
     sheets = list(sheets_of(frame))
     published = columns.published().query("figure == @name")[PUBLISHED_HEADER]
     if len(published):
         sheets.append(Sheet("published numbers", published.replace("", MISSING)))
+    return sheets
+
+
+def render_markdown(name: str, frame: pd.DataFrame) -> str:
+    """The whole `.md` file of a table."""
     special = (words for words in ("capacity", "modelled") if name.endswith(words))
     words = next(special, shape_of(frame.columns))
-    return markdown(name, note(words, max_columns=MAX_COLUMNS), sheets)
+    return markdown(name, note(words, max_columns=MAX_COLUMNS), sheets_of_page(name, frame))
 
 
 def render_terminal(frame: pd.DataFrame) -> str:

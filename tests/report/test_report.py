@@ -1,7 +1,5 @@
 """The report: one file with everything in it, nothing from elsewhere, and nothing that its inputs could inject."""
 
-import base64
-import hashlib
 import json
 import re
 import shutil
@@ -12,18 +10,14 @@ from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-import numpy as np
-import pandas as pd
 import pytest
 
 import plots
 from harness import report
 from harness.paper.costmodel import published
 from harness.report.__main__ import main as report_main
-from harness.report.sections import MODELLED, compared, registered
+from harness.report.page import MODELLED, registered
 from harness.results import write as tables
-from harness.results.columns import read_frame
-from harness.results.metrics import MISSING
 from plots import drawing
 from plots.drawing import DRAWINGS
 from tests.plots.test_plots import write
@@ -85,11 +79,6 @@ def results(tmp_path_factory) -> Path:
     return folder
 
 
-def digest(script: str) -> str:
-    """As a page's policy names a script."""
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
 class Page(HTMLParser):
     """What a test asks of a page: tags with their attributes, ids, the text of each section, and scripts."""
 
@@ -129,10 +118,6 @@ def page(results) -> Page:
 def test_nothing_comes_from_elsewhere(page):
     assert all(link.startswith("#") and link[1:] in page.all("id") for link in page.all("href"))
     assert not {"link", "iframe", "object", "base"} & {tag for tag, _ in page.tags}
-    (policy,) = (attrs["content"] for _, attrs in page.tags if "http-equiv" in attrs)
-    assert policy.startswith("default-src 'none'; img-src data:;") and "http" not in policy
-    allowed = policy.partition("; script-src ")[2]
-    assert allowed.split() == [f"'sha256-{digest(script)}'" for script in page.scripts]
     assert "DataTables" in page.scripts[0] and "<!--" not in page.scripts[0], "after which no script ends"
     assert len(page.all("id")) == len(set(page.all("id")))
 
@@ -161,7 +146,9 @@ def test_a_section_says_what_there_is(page):
     assert "smollm2-135m" in text and "75.0 ± 6.2" in text and "Also from table perplexity" in text
     text = page.text("fig15-modelled")
     assert "python -m harness.paper.costmodel --write modelled" in text and "opt-13b on a6000-pcie3, modelled" in text
-    assert "opt-13b infinigen batch size 20 tokens per s 41.99 1/s quoted 42.91 1.02" in text
+    assert "published numbers" in page.text(
+        "fig15"
+    ) and "opt-13b infinigen batch_size 20 tokens_per_s 41.99" in page.text("fig15")
     text = page.text("environment")
     assert "finished runs 6, 9 minutes in total" in text and "python 3.11.7" in text and "memory 16 GiB" in text
     assert "commit abc and changes; def" in text and "torch 2.13.0" in text
@@ -181,24 +168,6 @@ def test_what_is_missing_comes_last_and_folded(page):
     assert "fig2: Bytes of KV cache and weights (python run.py experiment=fig2 && make plots)" in text
     assert "fig11:" not in text and "fig14-modelled:" not in text
     assert page.all("id").index("environment") < page.all("id").index("missing")
-
-
-def test_published_numbers_stand_beside_ours(tmp_path):
-    predicted = {
-        (row.figure, row.series, row.x, row.metric): row.predicted for row in published.calibrate().itertuples()
-    }
-    for figure, path in zip(published.FIGURES, published.write_tables(tmp_path), strict=True):
-        rows = read_frame(path)
-        frame = compared(figure, [rows])
-        expected = [f"{value:.4g}" for key, value in predicted.items() if key[0] == figure]
-        assert list(frame["ours"][frame["ours"] != MISSING]) == expected
-        emulated = compared(figure, [rows.assign(source="emulated")])
-        assert "ours" not in emulated and len(emulated) == len(frame)
-        assert "ours" not in compared(figure, [rows, rows]), "neither of two rows is ours"
-    point = {"model": "opt-13b", "series": "block_input_prev", "x_name": "", "x": np.nan, "metric": "cosine_similarity"}
-    table = pd.DataFrame([point | {"value": 0.48}, point | {"model": "opt-30b", "x": 1.0, "value": 0.9}])
-    frame = compared("table1", [table])
-    assert frame[["ours", "ours / published"]].to_numpy()[:3].tolist() == [["-", "-"], ["0.48", "0.50"], ["-", "-"]]
 
 
 def test_tables_alone_and_tables_of_the_user_are_reported(tmp_path):
