@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
@@ -24,9 +23,8 @@ from markupsafe import Markup
 from harness.errors import UserError, nearest
 from harness.files import write_atomic
 from harness.results.columns import read_frame
-from harness.results.metrics import GIB
 from harness.results.pages import sheets_of_page
-from harness.results.record import Record, read_all
+from harness.results.record import Record, flat, read_all
 from harness.results.sheet import NOTES, Sheet
 from harness.settings.paths import (
     COMMAND,
@@ -251,25 +249,7 @@ def machine_of(records: Sequence[Record]) -> dict[str, str]:
         return {}
     minutes = sum(record["seconds"] or 0 for record in finished) / 60
     found = {"finished runs": f"{len(finished)}, {minutes:.0f} minutes in total"}
-    described = pd.DataFrame([facts_of(record["environment"]) for record in finished])
-    for name, values in described.fillna("unknown").items():
-        found[str(name)] = "; ".join(values.unique())
+    described = pd.DataFrame([flat(record["environment"]) for record in finished])
+    for name, values in described.dropna(axis="columns", how="all").astype(str).items():
+        found[str(name).replace("_", " ")] = "; ".join(values.unique())
     return found
-
-
-def facts_of(environment: Mapping[str, Any]) -> dict[str, str]:
-    """The known fields of a record's environment, as people read them.
-
-    Of a GPU those that do not change from run to run: the driver, and the most that link and clocks
-    can do.
-    """
-    facts = dict(environment)
-    packages, gpus = facts.pop("packages", {}), facts.pop("gpus", None)
-    if memory := facts.pop("memory_bytes", None):
-        facts["memory"] = f"{memory / GIB:.0f} GiB"
-    if facts.pop("dirty", False):
-        facts["commit"] = f"{facts['commit']} and changes"
-    for gpu in gpus or ():
-        facts |= {name: gpu[name] for name in gpu if name == "driver" or name.endswith("_max")}
-    known = {name: value for name, value in (facts | packages).items() if value is not None}
-    return {name.replace("_", " "): str(value) for name, value in known.items()}

@@ -13,7 +13,7 @@ of questions by model, task and number. `harness/results/stats.py` has the stati
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ SHAPES = {TEXTS: "board_texts", ANSWERS: "board_answers", STEPS: "board_steps"}
 """The tables of evidence."""
 WINDOW = ["model", "part", "place"]
 OF_SHARES = ["budget", "device_frac", "resident_frac"]
+OF_STEP = ("batch_size", "prompt_len", "gen_len")
 ENDS = ["mean", "low", "high"]
 ALL_MODELS = "all models"
 LEAST_KL = 1e-6
@@ -121,27 +122,15 @@ def _answers(record: Record) -> pd.DataFrame:
 
 
 def _steps(record: Record) -> pd.DataFrame:
-    """The step of a timed run; no row if no transfer was counted."""
-    step = timed_step(record["metrics"])
-    return pd.DataFrame([step] if step else [])
+    """The step of a timed run, the mean over its steps; no row if no transfer was counted."""
+    metrics = record["metrics"]
+    step = {name: metrics[name] for name in ("source", "platform", *OF_STEP, "budget")}
+    step["step_s"] = metrics["decode_s"] / (metrics["gen_len"] - 1)
+    return pd.DataFrame([step] if metrics["h2d_bytes"] is not None else [])
 
 
 MEASURED = {TEXTS: _windows, ANSWERS: _answers, STEPS: _steps}
 """What a run measured, by table."""
-
-
-def timed_step(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The decode step of a timed run, the mean over its steps; {} if no transfer was counted."""
-    if metrics["h2d_bytes"] is None:
-        return {}
-    steps = metrics["gen_len"] - 1
-    setup = ("source", "platform", "batch_size", "prompt_len", "gen_len", "link_bytes_per_s")
-    return {name: metrics.get(name) for name in (*setup, "budget")} | {
-        "compute_s": (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps,
-        "link_bytes": metrics["h2d_bytes"] / steps,
-        "late_bytes": metrics["late_bytes"] / steps,
-        "step_s": metrics["decode_s"] / steps,
-    }
 
 
 # The evidence of a results folder

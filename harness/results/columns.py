@@ -6,7 +6,6 @@ well. Imports neither torch nor pandas.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,10 +63,10 @@ TABLES = _tables({
     # The questions on one context of a task under a method. `prompt_len`: of the longest.
     "board_answers": f"{_RUN} task context_id right asked prompt_len budget device_frac "
     "resident_frac source shipped run_id",
-    # The decode step of a method, the mean of a timed run. `label`: that of the same method's run
-    # on a text. Seconds and bytes are of one step (`results/board_rows.py`).
-    "board_steps": f"{_RUN} platform batch_size prompt_len gen_len compute_s link_bytes late_bytes "
-    "link_bytes_per_s step_s budget source shipped run_id",
+    # The seconds of a decode step of a method, the mean of a timed run. `label`: that of the same
+    # method's run on a text.
+    "board_steps": f"{_RUN} platform batch_size prompt_len gen_len step_s budget source shipped "
+    "run_id",
     # A method at a budget and a length, over `model`, the names of the models that have it.
     # `over`: the board it is compared on, over all models or of one of them. `kl_nats` is the
     # geometric mean over its windows, `ratio` that of its KL to the oracle's. `rank_low` and
@@ -99,9 +98,6 @@ IDENTITY = _tables({
 })  # fmt: skip
 """Columns that identify what was measured, by shape of table. `fixed_batch`: the batch size of a
 run that did not look for the largest."""
-FORMULA = re.compile(r"'*[=+\-@\t\r]")
-"""How words begin that a spreadsheet takes for a formula. A CSV has them behind an apostrophe."""
-MARKED = re.compile(f"^'(?={FORMULA.pattern})")
 NO_TABLE = "not a table of results"
 
 
@@ -142,8 +138,6 @@ def read_frame(path: Path) -> pd.DataFrame:
         if missing:
             raise ValueError(f"lacks {', '.join(sorted(missing))}")
         frame = with_columns(frame, shape)
-        words = [name for name in frame if name in WORDS]
-        frame[words] = frame[words].replace(MARKED, "", regex=True)
     except (OSError, ValueError) as error:
         anew = "delete it, and repeat a run of its experiment, which writes it anew"
         raise UserError(f"{path}: {NO_TABLE} ({reason(error)}); {anew}") from error
@@ -165,9 +159,7 @@ def csv_of(frame: pd.DataFrame, shape: str) -> str:
     are all whole have no point."""
     table = with_columns(frame, shape)[list(TABLES[shape])]
     for name in table:
-        if name in WORDS:
-            table[name] = table[name].mask(table[name].str.match(FORMULA), "'" + table[name])
-        elif table[name].dropna().mod(1).eq(0).all():
+        if name not in WORDS and table[name].dropna().mod(1).eq(0).all():
             table[name] = table[name].astype("Int64")
     return table.to_csv(index=False, lineterminator="\n")
 

@@ -47,9 +47,8 @@ def _print(asked: argparse.Namespace) -> None:
     known = {record["run_id"]: record for record in finished}
     found = [run for run in known if run.startswith(asked.run)]
     if len(found) != 1:
-        several = f"begins {len(found)} run_ids: {', '.join(found)}"
-        none = f"no finished run of {asked.results_dir}; {nearest(asked.run, known)}"
-        raise UserError(f"RUN={asked.run}: {several if found else none}")
+        count = f"{len(found)} finished runs in {asked.results_dir} begin so"
+        raise UserError(f"RUN={asked.run}: {count}; {nearest(asked.run, known)}")
     record = known[found[0]]
     answers = compared(record, finished, asked.task)
     print(printable(f"{record['config']['label']}, {in_words(record['settings'])}"))

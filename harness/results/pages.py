@@ -393,19 +393,11 @@ def _is_full(rows: pd.DataFrame) -> pd.Series:
 
 def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with the `name` of their line: its label, with the settings that tell it from others
-    of that label. The asked budget stands among them where the one that was read does not tell them
-    apart.
-    """
+    of that label."""
     lines = rows.drop_duplicates("line").set_index("line").sort_index()
-    label = lines["label"]
-    own = varied(lines["own"], label)
-    parts = _parts(own)
-    brief = _joined(parts[~parts.str.startswith("budget=")], own.index)
-    whole, brief = (label.str.cat(words, sep=", ").str.removesuffix(", ") for words in (own, brief))
-    share = rows.groupby("line")["budget"].agg(partial(show_range, BUDGET))
-    is_alone = ~pd.DataFrame({"name": brief, "share": share}).duplicated(keep=False)
-    name = brief.where(is_alone, whole).map(printable)
-    return rows.assign(name=rows["line"].map(name))
+    own = varied(lines["own"], lines["label"])
+    names = lines["label"].str.cat(own, sep=", ").str.removesuffix(", ").map(printable)
+    return rows.assign(name=rows["line"].map(names))
 
 
 def _sizes(rows: pd.DataFrame) -> Iterator[str]:

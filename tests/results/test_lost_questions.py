@@ -222,8 +222,8 @@ def test_the_command_lists_lost_questions(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["zzz"], r"RUN=zzz: no finished run of .*; allowed: "),
-        ([""], r"RUN=: begins 3 run_ids: "),
+        (["zzz"], r"RUN=zzz: 0 finished runs in .* begin so; allowed: "),
+        ([""], r"RUN=: 3 finished runs in .* begin so; allowed: "),
         (["FULL"], r"run .*: no answers of right and wrong that a run of the full cache gave"),
         (["OWN", "--task", "paskey"], r"--task=paskey: did you mean 'passkey'\?"),
         (["TEXT"], r"run .*: no answers of right and wrong"),

@@ -17,7 +17,6 @@ from harness.errors import UserError
 from harness.files import text_sha256
 from harness.model import source
 from harness.model.source import PACKAGED_SHA256
-from harness.report import page
 from harness.results import environment, inputs
 from harness.results import record as records
 from harness.run import runner
@@ -346,9 +345,6 @@ def test_the_environment_of_a_gpu_has_its_driver_link_and_clocks(monkeypatch, tm
     smi.write_text(SMI.replace('echo "GPU-bbbb', '# echo "'))
     assert environment.describe(["cuda:0"])["gpus"][0]["sm_mhz"] == "345", "a part of the only one"
     assert environment.describe(["cpu"])["gpus"] is environment.describe()["gpus"] is None
-    shown = page.facts_of(found)
-    assert (shown["driver"], shown["pcie generation max"], shown["pcie width max"]) == ("580.65.06", "5", "16")
-    assert shown["sm mhz max"] == "1980" and not {"gpus", "sm mhz"} & shown.keys()
 
 
 WHOLE = "every decode row read the whole cache: the budget is never reached, so these are the full cache's numbers"
