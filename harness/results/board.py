@@ -27,7 +27,6 @@ from harness.results.columns import csv_of, read_frame
 from harness.results.metrics import COLUMNS, MISSING
 from harness.results.samples import FULL
 from harness.results.sheet import (
-    MAX_ROWS,
     SHARES,
     Sheet,
     alike_in_title,
@@ -231,21 +230,15 @@ def shortest(methods: pd.DataFrame) -> pd.DataFrame:
 
 
 def printed(methods: pd.DataFrame) -> str:
-    """The methods of `shortest` for a terminal: the closest, and one's own. "" without any."""
+    """The methods of `shortest` for a terminal; "" without any."""
     found = shortest(methods)
     if found.empty:
         return ""
-    is_own = found["shipped"] != "yes"
-    closest = found[~is_own].index[: max(0, MAX_ROWS - is_own.sum())]
-    shown = found[is_own | found.index.isin(closest)]
-    marked, of_own = mark_own(shown, "label")
+    marked, of_own = mark_own(found, "label")
     table = _table(marked, ["label", "rank", "ratio", "answers_difference", *OF_SHARES], "-")
     table.columns = ["method", "rank", metrics.RATIO.heading, "answers", *SHARES]
     words = "Brackets: 95 % intervals. Answers: minus the full cache's, in points."
-    notes = [words, _counts(found.iloc[0]), *_notes_on_answers(shown), *of_own]
-    if len(shown) < len(found):
-        which = ", the closest and one's own" if 0 < is_own.sum() < len(found) else ", the closest"
-        notes.append(f"{len(shown)} of {len(found)} methods{which}.")
+    notes = [words, _counts(found.iloc[0]), *_notes_on_answers(found), *of_own]
     sheet = Sheet(f"board, {_setting(found.iloc[0])}", table, notes)
     return terminal(alike_in_title(sheet))
 

@@ -6,8 +6,6 @@ It reads records alone: no model is loaded. The full cache's answers are those t
 with. A metric counts if each of its numbers is 0 or 1, in both runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -23,17 +21,15 @@ from harness.results.samples import Sample, with_full
 from harness.settings.paths import COMMAND, RESULTS
 
 NO_SCORES = ("generated_tokens", "at_limit", "unknown_less_known")
-"""Metrics of a task that say nothing of right and wrong, and of `WAYS` the difference of two."""
+"""Metrics that say nothing of right and wrong, or are the difference of two."""
 ANSWER_LETTERS, WIDTH = 240, 100
 """Letters that are shown of an answer, and letters of a line."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Print what was asked for; returns the exit code, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(
-        prog=f"{COMMAND} samples",
-        description="List the questions that the full cache answers and a run does not.",
-    )
+    about = "List the questions that the full cache answers and a run does not."
+    parser = argparse.ArgumentParser(prog=f"{COMMAND} samples", description=about)
     parser.add_argument("run", metavar="RUN", help="a run_id of a table, or its beginning")
     parser.add_argument("--task", help="one task of the run (default: all)")
     where = "a results folder (default %(default)s)"
@@ -42,8 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print(asked: argparse.Namespace) -> None:
-    every = read_all(asked.results_dir)
-    finished = [record for record in every if record["status"] == "finished"]
+    finished = [run for run in read_all(asked.results_dir) if run["status"] == "finished"]
     known = {record["run_id"]: record for record in finished}
     found = [run for run in known if run.startswith(asked.run)]
     if len(found) != 1:
@@ -120,9 +115,5 @@ def _of_way(sample: Sample, metric: str) -> Sample:
 
 def _answer(sample: Sample, *names: str) -> str | None:
     """An answer as text: the first of these that the sample has."""
-    for name in names:
-        if name in sample:
-            value = sample[name]
-            words = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            return shortened(" ".join(words.split()), ANSWER_LETTERS)
-    return None
+    given = [sample[name] for name in names if name in sample]
+    return shortened(" ".join(str(given[0]).split()), ANSWER_LETTERS) if given else None

@@ -29,7 +29,6 @@ from harness.results.metrics import (
 from harness.results.samples import FULL
 from harness.results.sheet import (
     FEWEST_CONTEXTS,
-    MAX_ROWS,
     METHOD,
     NOTES,
     OF_WINDOWS,
@@ -330,7 +329,10 @@ def _figures(frame: pd.DataFrame) -> Iterator[str]:
     """Accuracy rows as tables; ranges and depths are left to the CSV. A note stands below the first
     table alone."""
     explained: set[str] = set()
-    for title, rows in figures_of(frame):
+    whole = columns.whole_tasks(frame)
+    for (model, experiment), found in whole.groupby(["model", "experiment"], sort=False):
+        rows = _rows_of_figure(found)
+        title = f"{experiment}, {model} ({'; '.join(_sizes(rows))})"
         if rows["line"].nunique() == 1:
             yield terminal(_accuracy_sheet(title, rows))
             continue
@@ -338,14 +340,6 @@ def _figures(frame: pd.DataFrame) -> Iterator[str]:
         notes = [words for words in sheet.notes if words not in explained]
         explained.update(notes)
         yield terminal(sheet._replace(notes=notes))
-
-
-def figures_of(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The table of each model and experiment, with its title."""
-    whole = columns.whole_tasks(frame)
-    for (model, experiment), found in whole.groupby(["model", "experiment"], sort=False):
-        rows = _rows_of_figure(found)
-        yield f"{experiment}, {model} ({'; '.join(_sizes(rows))})", rows
 
 
 def _rows_of_figure(frame: pd.DataFrame) -> pd.DataFrame:
@@ -421,11 +415,11 @@ def _sizes(rows: pd.DataFrame) -> Iterator[str]:
 
 def _figure_sheet(title: str, rows: pd.DataFrame) -> Sheet:
     """The table with intervals, or with marks where these are too wide."""
-    shown, headings = _closest(rows), _brief_headings(rows)
+    headings = _brief_headings(rows)
     names = rows.drop_duplicates("line").set_index("line")[["name"]].set_axis([METHOD], axis=1)
     for has_intervals in (True, False):
         scores = _wide(rows, SHARES, headings, has_intervals=has_intervals)
-        table = names.join(scores).loc[shown]
+        table = names.join(scores).sort_index()
         if fits(table):
             break
     is_said = {
@@ -438,21 +432,7 @@ def _figure_sheet(title: str, rows: pd.DataFrame) -> Sheet:
     fewest = rows["num_contexts"].min()
     if fewest < FEWEST_CONTEXTS:
         notes.append(f"{fewest:.0f} windows or contexts: no interval.")
-    num_lines = rows["line"].nunique()
-    if len(table) < num_lines:
-        notes.append(f"{len(table)} of {num_lines} lines, the closest to the full cache.")
     return Sheet(title, table, notes)
-
-
-def _closest(rows: pd.DataFrame) -> pd.Index:
-    """The lines to show: all, or the closest to the full cache in the first column."""
-    task, metric = rows[KEY].iloc[0]
-    first = rows[rows["task"].eq(task) & rows["metric"].eq(metric)].set_index("line")["value"]
-    lines = rows.assign(is_full=_is_full(rows)).groupby("line")[["is_full"]].first()
-    lines["distance"] = first if metric in (KL, PERPLEXITY) else -first
-    if len(lines) > MAX_ROWS:
-        lines = lines.sort_values(["is_full", "distance"], ascending=[False, True], kind="stable")
-    return lines.index[:MAX_ROWS]
 
 
 def _brief_headings(rows: pd.DataFrame) -> dict[Key, str]:

@@ -38,8 +38,8 @@ MARKUP = re.compile(
     r"|\](?=[(\[])|:(?=//)|(?<=www)\.|@(?=[\w.-]+\.)"  # links, addresses
 )
 """Characters that Markdown would interpret."""
-MAX_ROWS, MAX_LETTERS = 20, 120
-"""Lines of a table in a terminal, and letters of a line."""
+MAX_LETTERS = 120
+"""Letters of a line in a terminal."""
 SHARES = {"budget": BUDGET, "device": DEVICE_FRAC, "resident": RESIDENT_FRAC}
 """The shares of a table in a terminal, by their headings there."""
 SPARED = "resident"
@@ -224,18 +224,16 @@ def _sides(table: pd.DataFrame) -> list[str]:
 
 
 def terminal(sheet: Sheet) -> str:
-    """A sheet with at most `MAX_ROWS` lines of `MAX_LETTERS`, and what it leaves out. One line
-    alone is printed from top to bottom."""
+    """A sheet with lines of `MAX_LETTERS`, and what it leaves out. One line alone is printed from
+    top to bottom."""
     if len(sheet.table) == 1:
         return _from_top_to_bottom(sheet)
     left_out = []
-    shown, notes = sheet.table.head(MAX_ROWS), list(sheet.notes)
+    shown, notes = sheet.table, list(sheet.notes)
     while not fits(shown) and shown.shape[1] > 2:
         heading = SPARED if SPARED in shown else shown.columns[-1]
         shown = shown.drop(columns=heading)
         left_out.append(heading)
-    if len(shown) < len(sheet.table):
-        notes.append(f"{len(shown)} of {len(sheet.table)} lines.")
     if left_out:
         notes.append(f"Not shown: {', '.join(left_out)}.")
     texts = [f"## {printable(sheet.title)}", _narrow(shown), wrapped(" ".join(notes))]

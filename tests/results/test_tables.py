@@ -20,7 +20,7 @@ from harness.results import write as tables
 from harness.results.columns import TABLES, csv_of, read_frame, shape_of
 from harness.results.metrics import METRICS, MISSING, quantity
 from harness.results.pages import render_markdown, render_terminal, sheets_of
-from harness.results.sheet import MAX_LETTERS, MAX_ROWS
+from harness.results.sheet import MAX_LETTERS
 from harness.results.table_rows import frames_of
 from harness.run.compose import load
 from harness.settings import paths
@@ -443,18 +443,6 @@ def test_the_full_cache_has_a_line_where_runs_were_compared_with_it(tmp_path):
     # 4.303 standard errors of 2.663 around 4.793: the delta method's on exp(2.5) nll - exp(2) nll_full
     assert [line["perplexity"] for line in others] == ["12.18 (-7 to +16)"] * 2
     assert lines_of(tables.summary([run | {"samples": {}} for run in runs]))[0]["method"] == "InfiniGen, alpha=4.0"
-
-
-def test_of_many_runs_the_closest_to_the_full_cache_are_shown(tmp_path):
-    runs = []
-    for number in range(MAX_ROWS + 5):
-        metrics = TEXT_METRICS | shares(0.2) | {"kl_nats": 1 / (number + 1)}
-        settings = ["method=h2o", f"label=M{number}", f"num_windows={number + 1}"]
-        runs.append(save(tmp_path, settings, {"offline": metrics}))
-    text = tables.summary(runs)
-    names = [line["method"] for line in lines_of(text)]
-    assert names == [f"M{number}" for number in range(MAX_ROWS + 4, 4, -1)]
-    assert f"{MAX_ROWS} of {MAX_ROWS + 5} lines, the closest to the full cache." in text.replace("\n", " ")
 
 
 def save_group(folder: Path, *answers: list[list[int]], metric: str = "acc", mean: float | None = None) -> None:
