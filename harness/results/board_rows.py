@@ -206,11 +206,7 @@ def board_of(
     boards = {first: together} | {model: [model] for model in models if num_methods[model]}
     lines, pairs = [], []
     for over, on in boards.items():
-        here = []
-        for rows in (windows, answers, steps):
-            counted = rows.assign(counts=rows["model"].isin(on))
-            # What the first board has on other models only says what a method lacks.
-            here.append(counted[counted["counts"] | (over == first)])
+        here = (rows[rows["model"].isin(on)] for rows in (windows, answers, steps))
         of_board, of_pairs = _board(*here)
         lines.append(of_board.assign(over=over))
         pairs.append(of_pairs)
@@ -222,8 +218,7 @@ def _board(
     windows: pd.DataFrame, answers: pd.DataFrame, steps: pd.DataFrame
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Lines and pairs of a board at each setting: the largest budget first, then by length; the
-    compared methods before the others, the closest first. counts: whether means go over a row's
-    model."""
+    compared methods before the others, the closest first."""
     beside_full, timed = _beside_full(answers), _timed_alike(steps)
     lines, pairs = [], []
     for budget in sorted(windows["own_budget"].dropna().unique(), reverse=True):
@@ -255,7 +250,7 @@ def _misses_budget(rows: pd.DataFrame) -> pd.Series:
 def _beside_oracle(here: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Lines and pairs of a setting, from the windows of its methods."""
     is_oracle = here["method"].isin(ORACLES) & here["codec"].eq("") & here["own_budget"].notna()
-    oracles = here[is_oracle & here["counts"]].sort_values("method", kind="stable")
+    oracles = here[is_oracle].sort_values("method", kind="stable")
     reference = oracles["line"].head(1)
     oracle = oracles[oracles["line"].isin(reference)].set_index(WINDOW)["log"]
     is_shared = pd.Series(pd.MultiIndex.from_frame(here[WINDOW]).isin(oracle.index), here.index)
@@ -375,7 +370,7 @@ def _beside_full(answers: pd.DataFrame) -> pd.DataFrame:
     of the largest unseen rate.
     """
     is_full = (answers["method"] == FULL) & (answers["codec"] == "")
-    full = answers[is_full & answers["counts"]]
+    full = answers[is_full]
     full = full[full["line"].isin(full["line"].head(1))]
     same = [*WINDOW, "asked", "prompt_len"]
     both = answers.merge(full[[*same, "right"]], on=same, suffixes=("", "_of_full"))
@@ -415,9 +410,8 @@ def _timed_alike(steps: pd.DataFrame) -> pd.DataFrame:
     """The steps of one model, machine, batch and prompt length, so that they compare: that where
     most were timed."""
     setup = ["model", "platform", "batch_size", "prompt_len"]
-    counted = steps[steps["counts"]]
-    most = counted.groupby(setup, sort=False).size().nlargest(1)
-    return counted.merge(most.reset_index()[setup])
+    most = steps.groupby(setup, sort=False).size().nlargest(1)
+    return steps.merge(most.reset_index()[setup])
 
 
 def _step_of_lines(here: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
