@@ -316,7 +316,7 @@ SHEETS = {"latency": _latency, "accuracy": _accuracy, "analysis": _analysis}
 
 # A terminal: a table of each figure
 
-KL, PERPLEXITY, TOP1 = "kl_nats", "perplexity", "top1_agreement"
+KL, PERPLEXITY = "kl_nats", "perplexity"
 PLACES = {
     KL: 0, PERPLEXITY: 1, "acc": 2, "exact_match": 2, "text_perplexity": 3, "first_divergence": 4,
     "repetition": 5, "generated_tokens": 6, "at_limit": 7,
@@ -332,11 +332,7 @@ def _figures(frame: pd.DataFrame) -> Iterator[str]:
     whole = columns.whole_tasks(frame)
     for (model, experiment), found in whole.groupby(["model", "experiment"], sort=False):
         rows = _rows_of_figure(found)
-        title = f"{experiment}, {model} ({'; '.join(_sizes(rows))})"
-        if rows["line"].nunique() == 1:
-            yield terminal(_accuracy_sheet(title, rows))
-            continue
-        sheet = _figure_sheet(title, rows)
+        sheet = _figure_sheet(f"{experiment}, {model} ({'; '.join(_sizes(rows))})", rows)
         notes = [words for words in sheet.notes if words not in explained]
         explained.update(notes)
         yield terminal(sheet._replace(notes=notes))
@@ -346,14 +342,12 @@ def _rows_of_figure(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of `lines_of` that a terminal shows, one column of the table after the other, each
     with the `name` of its line."""
     rows = lines_of(frame)
-    has_several = rows["line"].nunique() > 1
-    places = PLACES if has_several else PLACES | {TOP1: len(PLACES)}
     short = _unfiltered(rows)
-    rows["place"] = short.map(places).mask(~short.isin(metrics.METRICS), PLACES["acc"])
+    rows["place"] = short.map(PLACES).mask(~short.isin(metrics.METRICS), PLACES["acc"])
     if rows["place"].notna().any():
         rows = rows.dropna(subset="place")
-    if has_several:
-        rows = pd.concat([_full_cache(rows), rows])
+    rows = pd.concat([_full_cache(rows), rows])
+    if rows["line"].nunique() > 1:
         is_bare, errors = rows["low"].isna() & rows["metric"].ne(KL), ["difference", "stderr"]
         rows[errors] = rows[errors].mask(is_bare)
     return _with_names(rows.sort_values("place", kind="stable"))
