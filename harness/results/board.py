@@ -217,23 +217,14 @@ def _readme(methods: pd.DataFrame) -> Iterator[Sheet]:
 # A terminal
 
 
-def shortest(methods: pd.DataFrame) -> pd.DataFrame:
-    """The compared methods of the first board on its shortest windows, at README's budget or else
-    at the smallest."""
-    compared = first_board(methods)
-    compared = compared[compared["apart"] == ""]
-    asked = README_BUDGET
-    if not compared["asked_budget"].eq(asked).any():
-        asked = compared["asked_budget"].min()
-    at_budget = compared[compared["asked_budget"] == asked]
-    return at_budget[at_budget["seq_len"] == at_budget["seq_len"].min()]
-
-
 def printed(methods: pd.DataFrame) -> str:
-    """The methods of `shortest` for a terminal; "" without any."""
-    found = shortest(methods)
-    if found.empty:
+    """The compared methods of the first setting of the first board, for a terminal; "" without
+    any."""
+    first = first_board(methods)
+    compared = first[first["apart"] == ""]
+    if compared.empty:
         return ""
+    found = compared[compared[SETTING].eq(compared[SETTING].iloc[0]).all(axis=1)]
     marked, of_own = mark_own(found, "label")
     table = _table(marked, ["label", "rank", "ratio", "answers_difference", *OF_SHARES], "-")
     table.columns = ["method", "rank", metrics.RATIO.heading, "answers", *SHARES]
