@@ -29,7 +29,6 @@ from harness.results.samples import FULL
 from harness.results.sheet import (
     SHARES,
     Sheet,
-    alike_in_title,
     mark_own,
     markdown,
     note,
@@ -226,12 +225,12 @@ def printed(methods: pd.DataFrame) -> str:
         return ""
     found = compared[compared[SETTING].eq(compared[SETTING].iloc[0]).all(axis=1)]
     marked, of_own = mark_own(found, "label")
-    table = _table(marked, ["label", "rank", "ratio", "answers_difference", *OF_SHARES], "-")
-    table.columns = ["method", "rank", metrics.RATIO.heading, "answers", *SHARES]
+    on_device = OF_SHARES[1:]  # the title has the budget
+    table = _table(marked, ["label", "rank", "ratio", "answers_difference", *on_device], "-")
+    table.columns = ["method", "rank", metrics.RATIO.heading, "answers", "device", "resident"]
     words = "Brackets: 95 % intervals. Answers: minus the full cache's, in points."
     notes = [words, _counts(found.iloc[0]), *_notes_on_answers(found), *of_own]
-    sheet = Sheet(f"board, {_setting(found.iloc[0])}", table, notes)
-    return terminal(alike_in_title(sheet))
+    return terminal(Sheet(f"board, {_setting(found.iloc[0])}", table, notes))
 
 
 # The command
