@@ -1,5 +1,5 @@
-"""Samples of records as a long frame, and differences between a method and the full cache, or
-between two runs, on the same windows or questions (formulas: `docs/results.md`)."""
+"""Samples of records as a long frame, and differences between a method and the full cache on the
+same windows or questions (formulas: `docs/results.md`)."""
 
 import json
 import math
@@ -39,7 +39,7 @@ KEY = ["run_id", "task", "first", "metric"]
 SAMPLES = ["experiment", *KEY, "asked", "question", "context", "value", "full"]
 DIFFERENCE = ["difference", "difference_stderr", "p", "gained", "lost", "detectable"]
 DIFFERENCES = [*KEY, *DIFFERENCE, "mean", "num_pairs", "num_contexts"]
-"""gained, lost: questions that only the run, or only the other, answers correctly; none unless
+"""gained, lost: questions that only the run, or only the full cache, answers correctly; none unless
 every answer is right or wrong. mean: of the run's own values, exp of it for a perplexity.
 num_pairs: questions, windows or prompts. num_contexts: those whose errors are independent."""
 
@@ -99,8 +99,8 @@ def task_of(name: str) -> str:
 def differences_of(pairs: pd.DataFrame) -> pd.DataFrame:
     """Differences of means: a row per run, task, range and metric, with the columns `DIFFERENCES`.
 
-    pairs: as `samples_of`, with the other run's value in `full`. A task without the other's answer
-    to one of its questions has no row.
+    pairs: as `samples_of`, with the full cache's value in `full`. A task without its answer to one
+    of the questions has no row.
     """
     rows = []
     for values, of_key in pairs.groupby(KEY, dropna=False):
