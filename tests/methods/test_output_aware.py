@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,10 +18,9 @@ from methods.defensivekv import DefensiveKV
 from methods.prompt_evicting import PromptEvicting
 from tests.cases import Case
 from tests.living import tiny
-from tests.methods.test_kvzip import attention_of
 from tests.methods.test_rules import BATCH, Sequence, pyramid_shares, replayed, rope, shared_counts, snapkv
 from tests.reference import softmax
-from tests.replaying import PROMPT, open_session, token_ids
+from tests.replaying import PROMPT, attention_of, open_session, token_ids
 
 METHODS = {
     "critical": CriticalKV(budget=0.7, window=3, kernel=3),
@@ -181,15 +179,6 @@ def test_what_stays_is_the_plain_rules_for_each_sequence_of_a_padded_batch(name,
                 assert method.layers == "pyramid" or method.tokens_read(at, layer) == num_read
                 assert max(map(len, kept)) + t - prompt <= method.tokens_kept(at, layer)
     assert uneven == (method.heads == "adaptive"), "heads that share a budget keep unequal numbers"
-
-
-def test_the_most_that_a_head_keeps_by_hand():
-    row = TokenCounts(cached=110, prompt=100, final=120)
-    uniform, defensive = CriticalKV(budget=0.5), DefensiveKV(budget=0.5)
-    assert uniform.tokens_kept(row, 2) == replace(defensive, heads="uniform").tokens_kept(row, 2) == 50 + 10
-    shared = replace(uniform, heads="adaptive")  # 18 compete for a place: a fifth of 18 and four fifths of all 68
-    assert shared.tokens_kept(row, 2) == 32 + math.ceil((18 + 4 * 68) / 5) + 10
-    assert defensive.tokens_kept(row, 2) == 100 + 10, "a head may keep the whole prompt"
 
 
 def test_a_model_whose_output_projection_is_not_known_is_refused_in_one_line():
