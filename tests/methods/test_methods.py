@@ -12,11 +12,11 @@ import torch
 
 from harness.run.compose import load
 from harness.run.kinds import digests_of
-from methods.base import Geometry, Lengths, PromptRows, QueryRows
+from methods.base import Geometry, Lengths, PromptRows, QueryRows, TokenCounts
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, choose_columns
-from methods.infinigen2 import InfiniGen2, balanced, mixing, moments
+from methods.infinigen2 import balanced, mixing, moments
 from methods.infinigen_pool import InfiniGenPool
 from methods.kascade import Kascade
 from methods.loki import Loki
@@ -31,7 +31,6 @@ from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.selection import GROUPS
 from methods.shadowkv import low_rank
-from methods.socket import Socket
 from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
@@ -53,20 +52,17 @@ def lengths_of(prompts: list[int], finals: list[int]) -> Lengths:
 # Refusals
 
 REFUSED = {
-    ">= 0": [(Full, "dense_layers", -1), (Streaming, "num_sinks", -1), (ExpectedAttention, "epsilon", -0.1)],
+    ">= 0": [(Full, "dense_layers", -1), (ExpectedAttention, "epsilon", -0.1)],
     ">= 0, inf or null": [(Oracle, "alpha", -1.0)],
-    ">= 1": [(Quest, "page_size", 0), (SnapKV, "window", 0), (Kascade, "num_anchors", 0)],
-    "": [(RetroInfer, "retrieval_frac", 0.0), (RetroInfer, "estimation_frac", -0.1), (RetroInfer, "segment", 15)],
+    ">= 1": [(Quest, "page_size", 0), (SnapKV, "window", 0)],
+    "an integer >= 16": [(RetroInfer, "segment", 15)],
     "a list of layers >= 0, or null": [(Kascade, "anchors", (-1,))],
-    ">= 1 or null": [(Oracle, "fixed_fetch", 0), (TOVA, "kept_tokens", 0)],
-    "odd integer >= 1": [(SnapKV, "kernel", 4), (RKV, "kernel", 2)],
-    "in [0, 1]": [(H2O, "heavy_frac", -0.1), (H2O, "heavy_frac", math.nan), (DuoAttention, "sparsity", -0.1)],
+    ">= 1 or null": [(Oracle, "fixed_fetch", 0)],
+    "odd integer >= 1": [(SnapKV, "kernel", 4)],
+    "in [0, 1]": [(H2O, "heavy_frac", -0.1), (H2O, "heavy_frac", math.nan)],
     "in (0, 1]": [(Streaming, "budget", 0.0), (Quest, "budget", math.nan), (InfiniGenPool, "pool_frac", 1.5)],
-    "in (0, 2]": [(RocketKV, "budget", 0.0), (RocketKV, "budget", 2.1)],
-    "an integer from 1 to 16": [(Socket, "planes", 0), (Socket, "planes", 17)],
-    "a number > 0": [(Socket, "tau", 0.0)],
-    "in (0, 0.5]": [(VAttention, "delta", 0.0), (VAttention, "delta", 0.6)],
-    "in (0, 1] or null": [(Twilight, "candidate_frac", 0.0), (ParisKV, "collision_frac", 1.1)],
+    "in (0, 0.5]": [(VAttention, "delta", 0.6)],
+    "in (0, 1] or null": [(Twilight, "candidate_frac", 0.0)],
     "above num_sinks + window=32, or null": [(SnapKV, "kept_tokens", 32)],
     "above window=8, or null": [(RKV, "kept_tokens", 8)],
     "best, the distance that alpha bounds": [(Oracle, "group", "sum_probs")],
@@ -74,14 +70,10 @@ REFUSED = {
     "own_query, where the current token's weight is known; or set mean_value=false": [
         (SparQ, "when", "previous_layer")
     ],
-    "one of prompt, calibration, both": [(InfiniGen2, "statistics", "text")],
     "one of best": [(InfiniGenPool, "group", "sum_probs")],
-    "one of 8, 4, 2, 1, null": [
-        (InfiniGen, "index_bits", 16), (InfiniGen2, "projection_bits", 3),
-        (Loki, "index_bits", 3), (Twilight, "index_bits", 5),
-    ],
+    "one of 8, 4, 2, 1, null": [(InfiniGen, "index_bits", 16)],
     "a file that exists, or null": [(DuoAttention, "pattern", "nowhere.tsv")],
-}  # fmt: skip
+}
 """By what is allowed."""
 
 
@@ -118,6 +110,19 @@ def test_settings_that_do_not_go_together_or_with_a_batch_are_refused(method, pr
     with pytest.raises(ValueError) as refusal:
         (method() if callable(method) else method).new_state(SHAPE, lengths_of(prompts, finals))
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
+
+
+SINKS = Quest(page_size=1, num_sinks=20)
+ALWAYS_KEEPING = (SnapKV(), ExpectedAttention(), RKV(), Streaming(), RocketKV(), SINKS, VAttention())
+
+
+@pytest.mark.parametrize("method", ALWAYS_KEEPING, ids=lambda method: method.title)
+def test_the_least_budget_is_the_least_that_a_batch_takes(method):
+    prompt, final = 100, 120
+    least, lengths = method.min_budget(TokenCounts(prompt, prompt, final)), lengths_of([prompt], [final])
+    method.with_budget(least).new_state(SHAPE, lengths)
+    with pytest.raises(ValueError, match="must be"):
+        method.with_budget(0.99 * least).new_state(SHAPE, lengths)
 
 
 def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
