@@ -11,14 +11,14 @@ import torch
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
-from methods.base import Geometry, TokenCounts
+from methods.base import Geometry
 from methods.capkv import CapKV
 from methods.criticalkv import CriticalKV
 from methods.defensivekv import DefensiveKV
 from methods.prompt_evicting import PromptEvicting
 from tests.cases import Case
 from tests.living import tiny
-from tests.methods.test_rules import BATCH, Sequence, pyramid_shares, replayed, rope, shared_counts, snapkv
+from tests.methods.test_rules import Read, Sequence, check_rule, pyramid_shares, rope, shared_counts, snapkv
 from tests.reference import softmax
 from tests.replaying import PROMPT, attention_of, open_session, token_ids
 
@@ -163,22 +163,17 @@ def plain_kept(method: PromptEvicting, prompt: Prompt, layer: int) -> list[set[i
 @pytest.mark.parametrize("family", ["gqa", "opt"])
 @pytest.mark.parametrize("name", METHODS)
 def test_what_stays_is_the_plain_rules_for_each_sequence_of_a_padded_batch(name, family):
-    method, model = METHODS[name], tiny(family)
-    geometry, found = replayed(model, Case(method))
-    uneven = False
-    for layer, sequences in found.items():
+    model, uneven = tiny(family), []
+
+    def rule(method: PromptEvicting, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
         module = attention_of(model, layer)
         output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
-        for (prompt, length), sequence in zip(BATCH, sequences, strict=True):
-            kept = plain_kept(method, Prompt(geometry, sequence, prompt, output.weight), layer)
-            rows = range(prompt, length)
-            assert sequence.read == [[tokens | {*range(prompt, t)} for t in rows] for tokens in kept], (layer, prompt)
-            uneven |= len({len(tokens) for tokens in kept}) > 1
-            for t, num_read in zip(rows, sequence.num_read, strict=True):
-                at = TokenCounts(t, prompt, length)
-                assert method.layers == "pyramid" or method.tokens_read(at, layer) == num_read
-                assert max(map(len, kept)) + t - prompt <= method.tokens_kept(at, layer)
-    assert uneven == (method.heads == "adaptive"), "heads that share a budget keep unequal numbers"
+        kept = plain_kept(method, Prompt(geometry, sequence, prompt, output.weight), layer)
+        uneven.append(len({len(tokens) for tokens in kept}) > 1)
+        return [[tokens | {*range(prompt, t)} for t in range(prompt, sequence.key.shape[1])] for tokens in kept]
+
+    check_rule(METHODS[name], model, rule)
+    assert any(uneven) == (METHODS[name].heads == "adaptive"), "heads that share a budget keep unequal numbers"
 
 
 def test_a_model_whose_output_projection_is_not_known_is_refused_in_one_line():

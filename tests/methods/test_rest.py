@@ -164,6 +164,11 @@ def test_rows_beside_a_sink_and_a_softcap_share_the_softmax_with_what_is_estimat
         assert torch.allclose(found[0, 0, head, 0], wanted, atol=1e-6)
 
 
+def test_the_least_budget_reads_a_token_beside_the_first_and_the_last_ones():
+    method = RetroInfer(recent_frac=0.06)
+    assert method.min_budget(TokenCounts(1000, 1000, 1100)) == pytest.approx((4 + 60 + 1) / 1000, abs=1e-9)
+
+
 def test_a_long_answer_is_clustered_live_as_in_replay():
     """More than two updates, which end inside and between the calls of replay."""
     method = RetroInfer(retrieval_frac=0.3, dense_layers=1, **SMALL | {"update_frac": 0.4, "cluster_size": 3})

@@ -93,6 +93,8 @@ class Of(NamedTuple):
     stored_key: np.ndarray
 
 
+Rule = Callable[..., Read]
+"""rule(method, geometry, layer, sequence, prompt): the tokens that the heads of a sequence read."""
 Found = dict[int, list[Sequence]]
 """By layer, the sequences of a batch."""
 
@@ -935,26 +937,31 @@ CALLS = (1, 2, 9, 20)
 
 @pytest.mark.parametrize(("name", "model"), RUNS)
 def test_a_method_reads_what_its_plain_rule_reads(name, model, monkeypatch):
-    """And as many tokens as its closed form says, of the layers' mean where they differ."""
     monkeypatch.setattr("methods.rkv.PROMPT_CHUNK", 5)
-    method = RULES[name]
+    check_rule(RULES[name], tiny(model), PLAIN.get(type(RULES[name]), of_heads(projected)))
+
+
+def check_rule(method, model, rule: Rule) -> None:
+    """A method reads what its rule says, and as many tokens as its closed form says, of the layers' mean where they
+    differ."""
     of_layers = isinstance(method, DuoAttention) or getattr(method, "layers", "uniform") == "pyramid"
-    rule = PLAIN.get(type(method), of_heads(projected))
-    geometry, found = replayed(tiny(model), Case(method))
+    by_data = isinstance(method, Twilight) and (method.p < 1 or method.group == "union")
+    by_data |= isinstance(method, VAttention) and method.epsilon > 0
+    geometry, found = replayed(model, Case(method))
     for layer, sequences in found.items():
         for (prompt, length), sequence in zip(BATCH, sequences, strict=True):
             wanted = rule(method, geometry, layer, sequence, prompt)
             assert sequence.key.shape[1] == length and sequence.read == wanted, f"layer {layer}, prompt of {prompt}"
-            means = [np.mean([len(rows[row]) for rows in wanted]) for row in range(length - prompt)]
-            assert sequence.num_read == pytest.approx(means)
+            sizes = np.array([[*map(len, rows)] for rows in wanted])
+            assert sequence.num_read == pytest.approx(sizes.mean(0))
             assert len(sequence.rest) == (length - prompt) * isinstance(method, SparQ)
             check_mean_value(method, geometry, layer, sequence, prompt)
             if not isinstance(method, ShadowKV | VAttention):  # they have checks of their own
                 check_output(geometry, sequence, prompt)
-            for at, mean in zip((TokenCounts(t, prompt, length) for t in range(prompt, length)), means, strict=True):
+            for t, of_heads_read in zip(range(prompt, length), sizes.T, strict=True):
+                at, mean = TokenCounts(t, prompt, length), of_heads_read.mean()
                 assert mean <= method.max_tokens_read(at, layer) <= at.cached
-                by_data = isinstance(method, Twilight) and (method.p < 1 or method.group == "union")
-                by_data |= isinstance(method, VAttention) and method.epsilon > 0
+                assert of_heads_read.max() <= method.tokens_kept(at, layer) <= at.cached
                 wanted_size = None if by_data else pytest.approx(mean)
                 assert of_layers or method.tokens_read(at, layer) == wanted_size
 
