@@ -1,9 +1,8 @@
-"""Row codecs: exact semantics, packed sizes, `roundtrip` = `decode(encode)` bit for bit; KIVI a token at a time."""
+"""Row codecs: exact semantics, packed sizes, `roundtrip` = `decode(encode)` bit for bit."""
 
 from __future__ import annotations
 
 from contextlib import closing
-from itertools import product
 
 import numpy as np
 import pytest
@@ -11,9 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.model.attach import attach
-from harness.model.prompts import PromptPass
-from harness.replay.decode_pass import DecodePass
 from harness.settings.codecs import codec_named
 from methods.codecs.base import FLOAT_DTYPES, RowCodec, hadamard
 from methods.codecs.blockgtq import BlockGtqCodec
@@ -23,11 +19,9 @@ from methods.codecs.integers import INTEGER_BITS, ChannelCodec, IntegerCodec
 from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.split import SplitCodec
 from methods.codecs.turbo import TURBO_BITS, TurboCodec, lloyd_max
-from methods.full import Full
-from tests.cases import CASES, Case
-from tests.living import Crossed, attached_with_link, force, open_live, tiny, token_batch
+from tests.cases import CASES
+from tests.living import Crossed, attached_with_link, force, open_live
 from tests.reference import plain_hadamard
-from tests.replaying import open_session, watched
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 200))
 seeds = st.integers(0, 2**31)
@@ -304,80 +298,7 @@ def test_rows_beyond_fp16_read_back_as_finite_numbers(scale, dtype):
         assert torch.equal(codec.decode(codec.encode(x), 64, dtype), back), codec
 
 
-# KIVI: keys per channel in groups of tokens, the last tokens exact
-
-GROUP, RESIDUAL, PROMPT, STEPS = 4, 8, 21, 20
-PADDED = (PROMPT, 13, 5)
-"""Real prompt tokens; that of 5 is shorter than what stays exact."""
-
-
-def kivi(bits: int, residual: int = RESIDUAL, dense_layers: int = 2) -> Case:
-    keys, values = ChannelCodec(f"int{bits}", GROUP), IntegerCodec(f"int{bits}", GROUP)
-    return Case(Full(dense_layers=dense_layers), SplitCodec(keys, values, residual))
-
-
-def per_channel(keys: np.ndarray, bits: int) -> list[np.ndarray]:
-    """Whole groups of rows."""
-    return list(np.stack([per_token(column, bits, GROUP) for column in keys.T.copy()]).T) if len(keys) else []
-
-
-class Plain:
-    """The cache of one KV head as the rule tells it: what is coded, and a tail that is not."""
-
-    def __init__(self, bits: int, residual: int, keys: np.ndarray, values: np.ndarray) -> None:
-        self.bits, self.residual = bits, residual
-        cut = len(keys) - len(keys) % residual
-        self.keys, self.key_tail = per_channel(keys[:cut], bits), list(keys[cut:])
-        cut = max(0, len(values) - residual)
-        self.values = [per_token(row, bits, GROUP) for row in values[:cut]]
-        self.value_tail = list(values[cut:])
-
-    def attend(self, queries: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float) -> np.ndarray:
-        """A step of the group's queries [group, head_dim]; its current token enters exactly, then what is due is
-        coded."""
-        self.key_tail.append(key)
-        self.value_tail.append(value)
-        scores = queries.astype(np.float64) @ np.stack(self.keys + self.key_tail).T * scale
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        output = weights / weights.sum(-1, keepdims=True) @ np.stack(self.values + self.value_tail)
-        if len(self.key_tail) == self.residual:
-            self.keys += per_channel(np.stack(self.key_tail), self.bits)
-            self.key_tail = []
-        if len(self.value_tail) > self.residual:
-            self.values.append(per_token(self.value_tail.pop(0), self.bits, GROUP))
-        return output
-
-
-@pytest.mark.parametrize(
-    ("family", "case"), [("gqa", kivi(4)), ("opt", kivi(2, residual=16, dense_layers=0))], ids=["gqa", "opt"]
-)
-def test_kivi_in_replay_is_the_rule(family, case):
-    """Every decode row of every coded layer and head, in several calls, whose edges lie within groups; in forks too."""
-    ids, real = token_batch(PADDED, STEPS)
-    seen: dict[int, list[tuple]] = {}
-
-    def note(layer, *states):
-        seen.setdefault(layer, []).append(tuple(state.clone() for state in states))
-
-    with attach(tiny(family)) as attached, watched(note, (PromptPass, DecodePass)):
-        session = open_session(attached, case, real.sum(-1).tolist(), ids.shape[1])
-        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        for begin, end in ((0, 7), (7, 8), (8, STEPS)):
-            columns = slice(PROMPT + begin, PROMPT + end)
-            session.decode(ids[:, columns], real[:, columns])
-            session = session.fork(torch.arange(len(PADDED)), ids.shape[1])
-    geometry, bits = attached.geometry, case.codec.keys.bits
-    for layer in range(case.method.dense_layers, geometry.num_layers):
-        *parts, outputs = zip(*seen[layer], strict=True)
-        query, key, value = (torch.cat(part, 2).numpy() for part in parts)
-        output = torch.cat(outputs, 1).numpy()
-        for (b, prompt), head in product(enumerate(PADDED), range(geometry.num_kv_heads)):
-            group = slice(head * geometry.group, (head + 1) * geometry.group)
-            of_prompt = slice(PROMPT - prompt, PROMPT)
-            plain = Plain(bits, case.codec.residual, key[b, head, of_prompt], value[b, head, of_prompt])
-            for at in range(PROMPT, key.shape[2]):
-                expected = plain.attend(query[b, group, at], key[b, head, at], value[b, head, at], geometry.scale)
-                assert np.abs(output[b, at, group] - expected).max() < 1e-5, (layer, b, head, at)
+# KIVI: keys per channel in groups of 4 tokens, the last 8 tokens exact (test_rules.py has what its rows read)
 
 
 def test_kivis_bytes_and_sizes_by_hand():
@@ -401,5 +322,5 @@ def test_kivis_bytes_and_sizes_by_hand():
         on_device = [2 * (n - s) / n / 4 for s, n in zip(stored, cached, strict=True)]
         assert session.reads.budget == pytest.approx(np.mean(of_link))
         assert session.reads.device_frac - session.reads.budget == pytest.approx(np.mean(on_device))
-        ring = heads * (RESIDUAL + GROUP + 1) * (exact_slot + coded_slot)
+        ring = heads * (8 + 4 + 1) * (exact_slot + coded_slot)
         assert [cache.device_bytes for cache in session.caches] == [0, 0, ring, ring]

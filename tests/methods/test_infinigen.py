@@ -203,5 +203,5 @@ def test_each_row_reads_what_the_plain_rule_selects(name, family, monkeypatch):
             wanted = selected(case.method, geometry, layer, sequence, prompt)
             assert sequence.read == wanted, f"layer {layer}, prompt of {prompt}"
             assert sequence.num_read == pytest.approx(np.mean([[*map(len, head)] for head in wanted], 0))
-            check_output(geometry, sequence, prompt)
+            check_output(geometry, sequence, prompt, case.codec)
             assert not isinstance(case.method, InfiniGenPool) or capacity(case.method, final) < final

@@ -150,7 +150,7 @@ def test_one_causal_pass_over_all_columns_is_the_rows_alone(tiny_gqa, monkeypatc
 # Forks
 
 
-@pytest.mark.parametrize("name", [name for name in BATCHED if name in WIDE])
+@pytest.mark.parametrize("name", [name for name in BATCHED if name in (*WIDE, "residual-groups")])
 def test_a_fork_is_each_continuation_alone(tiny_gqa, name):
     """Contexts of two lengths; the first has three choices, of which two share rows, the second two."""
     contexts = [token_ids(20), token_ids(13, 1)]
