@@ -14,7 +14,6 @@ from harness.checks.contract import budget_is_its_closed_form, live_is_replay, p
 from harness.checks.two_ways import Trial
 from harness.model import prompts as prompt_pass
 from harness.model.attach import attach
-from harness.model.dense_prompts import DensePrompts
 from harness.model.prompts import run_prompt
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
@@ -29,11 +28,11 @@ from methods.criticalkv import CriticalKV
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.streaming import Streaming
 from methods.tova import TOVA
-from tests.cases import CASES, Case
+from tests.cases import Case
 from tests.conftest import tiny
-from tests.living import PROMPTS, replay, token_batch
+from tests.living import replay, token_batch
 from tests.replaying import watched
-from tests.runs import calls_of, refusal_of
+from tests.runs import refusal_of
 
 needs_kvpress = pytest.mark.skipif(
     importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {kvpress.INSTALL}"
@@ -177,29 +176,6 @@ def test_live_is_replay_and_budgets_have_their_closed_form(choice):
         trial = Trial(attached, None, Setup(make(choice), None, None), PROMPT)
         for check in (live_is_replay, budget_is_its_closed_form, padded_is_alone):
             check(trial)
-
-
-def test_runs_that_share_a_prompt_share_the_inputs_of_its_layers(monkeypatch):
-    """Where there is room for them; test_replay.py has all methods one after another."""
-    cases = {name: CASES[name] for name in ("full", "projected")}
-    if choices():
-        cases["press"] = Case(make("CriticalAdaKVPress:ExpectedAttentionPress"))
-    alone = {}
-    with attach(tiny("gqa")) as attached:
-        for name, case in cases.items():
-            alone[name] = replay(attached, case, PROMPTS["padded"]).logits
-    passes = calls_of(monkeypatch, prompt_pass, "held_prompt")
-    room = DensePrompts(2**30)
-    with attach(tiny("gqa"), room) as attached:
-        replay(attached, cases["full"], PROMPTS["padded"])
-        free, room.free = room.free, 0
-        for name in cases:
-            assert torch.equal(replay(attached, cases[name], PROMPTS["padded"]).logits, alone[name])
-        assert len(passes) == 1, "without room for inputs none are kept"
-        room.free = free
-        for name in (*cases, *cases):
-            assert torch.equal(replay(attached, cases[name], PROMPTS["padded"]).logits, alone[name]), name
-        assert len(passes) == 2, "one with inputs"
 
 
 # What it does not take

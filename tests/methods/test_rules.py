@@ -24,6 +24,7 @@ from harness.model.budgets import ReadStats
 from harness.model.prompts import PromptPass
 from harness.replay import decode_pass as passes
 from methods.base import Geometry, TokenCounts
+from methods.codecs.split import codec_at
 from methods.doublesparsity import DoubleSparsity
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -158,7 +159,8 @@ def replayed_and_counted(model, case: Case, **options) -> tuple[Geometry, Found,
             own = [part[b][:, columns].numpy() for part in (query * geometry.scale, key, value, output)]
             stored = own[1:3]
             if case.codec is not None:
-                stored = [coded_by(half, part) for half, part in zip(halves(case.codec), stored, strict=True)]
+                parts = zip(halves(codec_at(case.codec, layer)), stored, strict=True)
+                stored = [coded_by(half, part) for half, part in parts]
             predicted = None
             if case.method.when == "previous_layer":
                 predicted = plain_query(model, geometry, layer, torch.cat(inputs[layer - 1], 1)[b, columns])
@@ -958,7 +960,10 @@ def check_rule(method, model, rule: Rule) -> None:
                 assert of_layers or method.tokens_read(at, layer) == wanted_size
 
 
-CODED = ("full+smooth", "int4", "kivi", "kvarn", "residual-groups", "residual-fills", "residual-tiles", "h2o+smooth")
+CODED = (
+    "full+smooth", "int4", "kivi", "kvarn", "residual-groups", "residual-fills", "residual-tiles", "layers",
+    "layers-residual", "h2o+smooth",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CODED)
@@ -967,7 +972,7 @@ def test_rows_are_read_as_the_codec_stores_them_but_the_own_one(name):
     geometry, found = replayed(tiny("gqa"), case)
     for layer, sequences in found.items():
         for (prompt, _), sequence in zip(BATCH, sequences, strict=True):
-            check_output(geometry, sequence, prompt, case.codec)
+            check_output(geometry, sequence, prompt, codec_at(case.codec, layer))
             if name == "h2o+smooth":
                 assert sequence.read == of_heads(h2o)(case.method, geometry, layer, sequence, prompt)
 
