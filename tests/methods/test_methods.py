@@ -13,10 +13,11 @@ import torch
 from harness.run.compose import load
 from harness.run.kinds import digests_of
 from methods.base import Geometry, Lengths, PromptRows, QueryRows, TokenCounts
+from methods.criticalkv import CriticalKV
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, choose_columns
-from methods.infinigen2 import balanced, mixing, moments
+from methods.infinigen2 import balanced, eigenvectors, mixing, moments
 from methods.infinigen_pool import InfiniGenPool
 from methods.kascade import Kascade
 from methods.oracle import Oracle
@@ -142,7 +143,21 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
         DuoAttention().new_state(SHAPE, lengths, {"gates": torch.ones(4, 2)})
 
 
-# Sizes by hand
+# Names, and sizes by hand
+
+
+@pytest.mark.parametrize(
+    ("method", "label"),
+    [
+        (InfiniGen(skew=False, index_bits=2), "InfiniGen without skewing, coded index"),
+        (SnapKV(layers="pyramid"), "PyramidKV"), (SnapKV(heads="adaptive"), "Ada-KV"),
+        (SnapKV(layers="pyramid", heads="adaptive"), "Ada-PyramidKV"),
+        (CriticalKV(heads="adaptive"), "Ada-CriticalKV"),
+        (CriticalKV(layers="pyramid", heads="adaptive"), "Ada-Pyramid-CriticalKV"),
+    ],
+)  # fmt: skip
+def test_labels_say_what_makes_another_method_of_it(method, label):
+    assert method.title == label
 
 
 def test_budgets_of_the_artifacts_prefill():
@@ -360,6 +375,16 @@ def test_a_mean_that_all_keys_share_costs_no_bits(bits, projection_bits, one_cod
         numbers = 40 * width / 16 + 2 * 16 * row + 5  # and the keys' mean
         assert state.index_read(0, positions).item() == pytest.approx(numbers / 32)
     torch.testing.assert_close(*found, rtol=0, atol=one_code)
+
+
+def test_the_threads_that_find_eigenvectors_leave_torch_as_it_was():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        eigenvectors(torch.eye(4).double().expand(2, 3, 4, 4))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 28])
