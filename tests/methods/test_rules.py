@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from fractions import Fraction
 from functools import cache, partial
 from itertools import product
@@ -127,17 +128,20 @@ def replayed_and_counted(model, case: Case, **options) -> tuple[Geometry, Found,
         return selection
 
     sequences = [token_ids(length, seed) for seed, (_, length) in enumerate(BATCH)]
-    with pytest.MonkeyPatch.context() as patch, attach(model) as attached, watched(note, REPLAYING):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        attach(model) as attached,
+        watched(note, REPLAYING),
+        ExitStack() as hooks,
+    ):
         original = passes._Block._choose_tokens
         patch.setattr(passes._Block, "_choose_tokens", select)
-        hooks = []
         for layer in range(attached.geometry.num_layers):
             note_input = partial(take_input, inputs.setdefault(layer, []))
-            hooks.append(attention_of(model, layer).register_forward_pre_hook(note_input, with_kwargs=True))
+            hook = attention_of(model, layer).register_forward_pre_hook(note_input, with_kwargs=True)
+            hooks.callback(hook.remove)
         reads = run(attached, case, sequences, [prompt for prompt, _ in BATCH], calls=CALLS, **options).reads
         geometry = attached.geometry
-    for hook in hooks:
-        hook.remove()
     found: Found = {}
     for layer, blocks in selected.items():
         query, key, value, output = (torch.cat(parts, 2) for parts in zip(*seen[layer], strict=True))
