@@ -1,4 +1,4 @@
-"""Triton kernels compiled ahead of time for GPUs that need not be there, and facts of their machine code.
+"""Triton kernels compiled ahead of time for GPUs that need not be there.
 
 The launches run in a process of their own, since Triton decides once in a process whether it interprets. They are those
 of a session, on CPU tensors that nothing is read from.
@@ -14,10 +14,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -31,23 +29,13 @@ ARCHITECTURES = (80, 89, 90)
 """Compute capabilities times ten: A100, L4 and RTX 40, H100 and H200. The wide moves are compiled for each, any other
 kernel for one of them: of another architecture its code differs in little."""
 
-READ = {"_move_rows", "_attend_to_parts"}
-"""Kernels whose machine code is read: that takes longer than compiling it."""
-
 
 @dataclass(frozen=True)
 class Binary:
-    """The machine code of one launch; registers and spilled bytes of a thread.
-
-    accesses: instructions on global memory by direction and bytes, as {"load 16": 2}, None of kernels that are not in
-    `READ`. offset_bits: widths of integers that are added to pointers. digest: of the compiled code.
-    """
+    """The machine code of one launch. offset_bits: widths of integers that are added to pointers. digest: of the
+    code."""
 
     kernel: str
-    arch: int
-    registers: int
-    spill_bytes: int
-    accesses: dict[str, int] | None
     offset_bits: list[int]
     digest: str
 
@@ -265,11 +253,11 @@ def _print_binaries(module: str, function: str, arch: int) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    run, read = JITFunction.run, cache(_binary)
+    run = JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **options):
         compiled = run(kernel, *args, grid=grid, warmup=True, **options)
-        print(json.dumps([function, asdict(read(compiled, arch))]))
+        print(json.dumps([function, asdict(_binary(compiled))]))
 
     driver.set_active(_Driver(arch))
     JITFunction.run = compile_only
@@ -279,40 +267,9 @@ def _print_binaries(module: str, function: str, arch: int) -> None:
         JITFunction.run = run
 
 
-def _binary(compiled, arch: int) -> Binary:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
-        assembly = _tool("nvdisasm", "-c", file.name) if compiled.metadata.name in READ else None
-    used = {name: int(count) for name, count in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    accesses = Counter(
-        f"{'load' if name == 'LDG' else 'store'} {_access_bytes(suffixes)}"
-        for name, suffixes in re.findall(r"\b(LDG|STG)((?:\.\w+)+)", assembly or "")
-    )
+def _binary(compiled) -> Binary:
     offsets = re.findall(r"tt\.addptr [^:]+: [^,]+, (?:tensor<[\dx]+)?i(\d+)", compiled.asm["ttir"])
-    return Binary(
-        kernel=compiled.metadata.name,
-        arch=arch,
-        registers=used["REG"],
-        spill_bytes=used["STACK"] + used["LOCAL"],
-        accesses=assembly and dict(accesses),
-        offset_bits=sorted({int(bits) for bits in offsets}),
-        digest=compiled.hash,
-    )
-
-
-def _access_bytes(suffixes: str) -> int:
-    """Of `.E.128.CONSTANT` and the like."""
-    sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
-    return next((sizes[suffix] for suffix in suffixes.split(".") if suffix in sizes), 4)
-
-
-def _tool(name: str, *arguments: str) -> str:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
-    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+    return Binary(compiled.metadata.name, sorted({int(bits) for bits in offsets}), compiled.hash)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from functools import cache
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,11 +119,6 @@ class SmoothGroups(Smooth):
         return blended.flatten(-3, -2)[..., : rows.shape[-2], :]
 
 
-def smooth(row: np.ndarray) -> np.ndarray:
-    """The same of a single row, for the reference."""
-    return 0.8 * row + 0.2 * np.sin(3 * row)
-
-
 ROUGH = Smooth(width=2)
 
 
@@ -217,11 +211,9 @@ CASES = {
     "full": Case(Full(dense_layers=2)),
     "full+smooth": Case(Full(dense_layers=2), Smooth()),
     "int4": Case(Full(dense_layers=2), IntegerCodec("int4")),
-    "full+split": Case(Full(dense_layers=2), SplitCodec(FloatCodec("fp32"), Smooth())),
     "residual-groups": Case(Full(dense_layers=2), SplitCodec(SmoothGroups(), Smooth(), residual=8)),
     "residual-fills": Case(Full(dense_layers=1), SplitCodec(SmoothGroups(span=6), Smooth(), residual=30)),
     "kivi": Case(Full(dense_layers=2), SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4", 4), residual=8)),
-    "residual-value-groups": Case(Full(dense_layers=2), SplitCodec(Smooth(), SmoothGroups(), residual=8)),
     "residual-tiles": Case(Full(dense_layers=1), SplitCodec(SmoothGroups(span=6), SmoothGroups(span=6), residual=12)),
     "kvarn": Case(Full(dense_layers=2), SplitCodec(KvarnCodec("kvarn4", 4), KvarnCodec("kvarn4", 4).values, 8)),
     "layers": Case(
@@ -243,7 +235,6 @@ CASES = {
     "h2o-tokens": Case(H2O(kept_tokens=9, dense_layers=2)),
     "h2o+smooth": Case(H2O(heavy_frac=0.15, recent_frac=0.1, dense_layers=2), Smooth()),
     "streaming": Case(Streaming(budget=0.3, num_sinks=2, dense_layers=2)),
-    "streaming-fills": Case(Streaming(budget=0.9, dense_layers=2)),
     "snapkv": Case(SnapKV(budget=0.5, window=4, kernel=3, dense_layers=2)),
     "snapkv-both": Case(
         SnapKV(kept_tokens=11, num_sinks=1, window=2, layers="pyramid", heads="adaptive", dense_layers=2)
@@ -335,9 +326,6 @@ CASES = {
     "infinigen-final": Case(InfiniGen(alpha=0.6, budget=0.3, cap_of="final", round_columns="down")),
     "infinigen-coded": Case(InfiniGen(alpha=inf, budget=0.4, partial_weight_ratio=1.0, index_bits=4)),
     "infinigen-balanced": Case(preset("infinigen-balanced", alpha=inf, budget=0.4)),
-    "infinigen-pair": Case(
-        preset("infinigen-balanced", alpha=inf, budget=0.4, partial_weight_ratio=0.5, projection_bits=4)
-    ),
     "infinigen-sampled": Case(
         InfiniGen2Sampled(budget=0.4, partial_weight_ratio=0.3, index_bits=None, projection_bits=None)
     ),

@@ -132,3 +132,9 @@ def calibrated(
         measured = calibrate(attached, method, text)
     assert len(seen) == attached.geometry.num_layers
     return measured, seen
+
+
+def attention_of(model, layer: int) -> torch.nn.Module:
+    """The attention module of a layer of a tiny model."""
+    stack = model.model.decoder if model.config.model_type == "opt" else model.model
+    return stack.layers[layer].self_attn

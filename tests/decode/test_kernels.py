@@ -1,5 +1,4 @@
-"""The Triton kernels against the torch code, interpreted where there is no GPU, and their machine code, compiled for
-several GPUs."""
+"""The Triton kernels against the torch code, interpreted where there is no GPU, and compiled for several GPUs."""
 
 from contextlib import closing
 
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from harness.decode import store
 from harness.decode.gpu_cache import missing_rows
-from harness.decode.memory import Tuning
 from harness.decode.step import attend_by_scores
 from harness.decode.store import KeyValue, RowFormat
 from harness.model.attached import Attached
@@ -220,44 +218,35 @@ def compiled() -> dict[Launches, list[Binary]]:
     return compile_launches({aot.launch_wide_moves: ARCHITECTURES} | asked)
 
 
-def check_moves(binaries: list[Binary], width: int) -> None:
+def check_moves(binaries: list[Binary]) -> None:
     """Those of one architecture and row width: a gather, one by place and a scatter, first as they are warmed."""
     warmed, later = binaries[:3], binaries[3:]
     assert [binary.digest for binary in later] == [binary.digest for binary in warmed] * len(COUNTS), "compiled anew"
-    for binary in warmed:
-        assert binary.registers <= 64 and binary.spill_bytes == 0 and binary.offset_bits == [64], binary
-        assert set(binary.accesses) == {f"load {width}", f"store {width}", "load 8"}, binary  # 8 of the index
+    assert all(binary.offset_bits == [64] for binary in warmed), "a host's cache has more bytes than 32 bits count"
 
 
-def test_rows_are_moved_as_wide_as_they_allow_by_binaries_compiled_at_the_start(compiled):
-    wide, narrow = compiled[aot.launch_wide_moves], compiled[aot.launch_narrow_moves]
+def test_rows_are_moved_by_binaries_compiled_at_the_start(compiled):
     each = 3 + 3 * len(COUNTS)
-    for start in range(0, len(wide), each):
-        check_moves(wide[start : start + each], 16)
-    check_moves(narrow[:each], 8)
-    check_moves(narrow[each:], 4)
-    wanted = Tuning().tile_bytes // (16 * 128)  # of a thread, under way at once
-    assert len(wide) == each * len(ARCHITECTURES) and {binary.accesses["load 16"] for binary in wide} == {wanted}
+    for launches, times in ((aot.launch_wide_moves, len(ARCHITECTURES)), (aot.launch_narrow_moves, 2)):
+        assert len(compiled[launches]) == times * each
+        for start in range(0, times * each, each):
+            check_moves(compiled[launches][start : start + each])
 
 
 @pytest.mark.parametrize(
-    ("launches", "times", "kinds", "registers"),
+    ("launches", "times", "kinds"),
     [
-        (aot.launch_lists, 2 * len(COUNTS), 2, 64),
-        (aot.launch_attention, 9, 5, 128),
-        (aot.launch_methods, 18, 9, 64),
-        (aot.launch_samples, 15, 7, 64),
-        (aot.launch_rest, 8, 4, 160),
+        (aot.launch_lists, 2 * len(COUNTS), 2),
+        (aot.launch_attention, 9, 5),
+        (aot.launch_methods, 18, 9),
+        (aot.launch_samples, 15, 7),
+        (aot.launch_rest, 8, 4),
     ],
 )
-def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers(compiled, launches, times, kinds, registers):
+def test_the_kernels_are_compiled_once_for_all_numbers(compiled, launches, times, kinds):
     binaries = compiled[launches]
     assert len(binaries) == times
     assert len({(binary.kernel, binary.digest) for binary in binaries}) == kinds
-    for binary in binaries:
-        assert binary.registers <= registers and binary.spill_bytes == 0, binary
-        if binary.kernel == "_attend_to_parts":  # a key's codes begin 8 bytes into a slot of 144; or rows are exact
-            assert max(binary.accesses.get("load 8", 0), binary.accesses.get("load 16", 0)) >= 2, binary
 
 
 def test_every_kernel_that_is_launched_is_compiled(compiled):

@@ -109,18 +109,6 @@ def test_with_budget_lands_on_the_target_or_says_so(method, rows, num_layers, ta
         assert abs(total / len(rows) - target) <= TOLERANCE + 1e-9
 
 
-def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
-    rows, geometry = [TokenCounts(cached, 50, 100) for cached in range(50, 99)], replace(GEOMETRY, num_layers=10)
-    smallest = expected_budget(Streaming(budget=0.0501, dense_layers=2), Counter(rows), 10)  # 5 of 100 tokens
-    with pytest.raises(UserError, match=f"budget=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
-        with_budget_as_stored(Streaming(dense_layers=2), None, geometry, rows, 0.21, nearest=False)
-    assert "\n" not in str(refusal.value)
-    found = with_budget_as_stored(Streaming(dense_layers=2), None, geometry, rows, smallest, nearest=False)
-    assert found.tokens_read(TokenCounts(99, 50, 100), 2) == 5
-    with pytest.raises(UserError, match="budget=0.5: method Streaming cannot have it: method.num_sinks=100: must"):
-        with_budget_as_stored(Streaming(num_sinks=100, dense_layers=2), None, GEOMETRY, rows, 0.5, nearest=True)
-
-
 SMALL = replace(GEOMETRY, num_layers=10)
 
 

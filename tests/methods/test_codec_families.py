@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness.replay.setup import codec_of
 from harness.run.compose import load
 from methods.codecs.base import FLOAT_DTYPES, hadamard
-from methods.codecs.blockgtq import BlockGtqCodec, allocated, pack_widths, unpack_widths
+from methods.codecs.blockgtq import BlockGtqCodec, allocated
 from methods.codecs.ggml import GGML_BITS, GgmlCodec
 from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.split import SplitCodec
@@ -191,16 +191,3 @@ def test_blockgtq_follows_its_definition():
         expected[:, channels] = back
     found = BlockGtqCodec("gtq3", 16).roundtrip(x)
     assert ((found - expected).abs() > 2e-3 * x.abs().amax()).float().mean() < 0.02
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=40), seeds)
-def test_codes_of_several_widths_are_packed_one_behind_the_other(widths, seed):
-    width = torch.tensor(widths).sort().values.repeat_interleave(2)[None]
-    generator = torch.Generator().manual_seed(seed)
-    codes = (torch.rand(1, 3, width.shape[-1], generator=generator) * 2.0**width).int()
-    num_bytes = -(-int(width.sum()) // 16) * 2
-    packed = pack_widths(codes, width, num_bytes)
-    assert packed.shape == (1, 3, num_bytes) and torch.equal(unpack_widths(packed, width), codes)
-    bits = "".join(format(int(code), f"0{bits}b")[::-1] for code, bits in zip(codes[0, 0], width[0], strict=True))
-    assert "".join(format(int(byte), "08b")[::-1] for byte in packed[0, 0]).startswith(bits)

@@ -1,17 +1,14 @@
-"""A codec for each layer: each layer's rows read back by its own codec, in replay and live; bytes and sizes by hand."""
+"""A codec for each layer: settings, bytes and sizes by hand; what rows read of it is in test_rules.py."""
 
 from __future__ import annotations
 
 from contextlib import closing
 
 import pytest
-import torch
 
 from harness.decode.needs import Plan, sizes_of
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.prompts import PromptPass
-from harness.replay.decode_pass import DecodePass
 from harness.replay.setup import codec_of
 from harness.run.cli import main
 from harness.run.compose import load
@@ -23,7 +20,7 @@ from methods.full import Full
 from methods.shadowkv import ShadowKV
 from tests.cases import Case
 from tests.living import PROMPTS, Crossed, attached_with_link, force, live, open_live, replay, tiny, token_batch
-from tests.replaying import open_session, watched
+from tests.replaying import open_session
 
 MIXED = LayerCodecs(
     IntegerCodec("int4"),
@@ -62,29 +59,6 @@ def test_rotation_groups_and_the_last_tokens_are_those_of_integer_layers():
     )
     assert codec_at(codec, 4) == SplitCodec(ChannelCodec("int8", 64, "hadamard"), TurboCodec("turbo4"), 64)
     assert codec.residual == 64
-
-
-def test_each_layer_reads_back_by_its_own_codec_and_dense_ones_as_they_were():
-    ids, real = token_batch(PADDED, 6)
-    seen: dict[int, list[tuple]] = {}
-
-    def note(layer, query, key, value, output):
-        seen.setdefault(layer, []).append((key.clone(), value.clone()))
-
-    with attach(tiny("gqa")) as attached, watched(note, (PromptPass, DecodePass)):
-        session = open_session(attached, Case(Full(dense_layers=1), MIXED), real.sum(-1).tolist(), ids.shape[1])
-        session.prefill(ids[:, :-6], real[:, :-6])
-        session.decode(ids[:, -6:], real[:, -6:])
-    expected = {
-        0: FloatCodec("fp32"),
-        1: IntegerCodec("int8"),
-        2: IntegerCodec("int4"),
-        3: SplitCodec(Nvfp4Codec(), FloatCodec("fp16")),
-    }
-    for layer, codec in expected.items():
-        key, value = (torch.cat(parts, 2) for parts in zip(*seen[layer], strict=True))
-        kept = session.history.kv[layer]
-        assert torch.equal(kept[0], codec.keys.roundtrip(key)) and torch.equal(kept[1], codec.values.roundtrip(value))
 
 
 def test_bytes_and_sizes_by_hand():

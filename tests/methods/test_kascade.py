@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from harness.model.attach import attach
-from harness.model.prompts import PromptPass
-from harness.replay import decode_pass as passes
 from methods.base import Geometry, Lengths, TokenCounts
 from methods.kascade import Kascade, best_anchors
 from tests.cases import Case
-from tests.living import calibration_of, setup_of, tiny
+from tests.living import calibration, setup_of, tiny
+from tests.methods.test_rules import BATCH, Read, Sequence, check_output, replayed
 from tests.reference import softmax
-from tests.replaying import LENGTH, PROMPT, calibrated, run, token_ids, watched
+from tests.replaying import calibrated, token_ids
 
-REPLAYING = (PromptPass, passes.DecodePass)
 METHODS = {
     "one anchor": Kascade(budget=0.3, min_tokens=3, anchors=()),
     "two anchors": Kascade(budget=0.2, min_tokens=8, anchors=(2,)),
@@ -28,41 +26,40 @@ METHODS = {
 }
 
 
+def chosen_by(method: Kascade, geometry: Geometry, sequence: Sequence, prompt: int) -> Read:
+    """The tokens of the largest weight, summed over the group, of each KV head and decode row of an anchor."""
+    read: Read = []
+    for kv, key in enumerate(sequence.key):
+        group = sequence.query[kv * geometry.group : (kv + 1) * geometry.group]
+        read.append([])
+        for t in range(prompt, len(key)):
+            weights = sum(softmax(key[: t + 1] @ query) for query in group[:, t])
+            count = min(t, max(method.min_tokens, math.floor(method.budget * t)))
+            read[-1].append({*sorted(range(t), key=lambda token, weights=weights: -weights[token])[:count]})
+    return read
+
+
 @pytest.mark.parametrize("model", ["gqa", "opt"])
 @pytest.mark.parametrize("name", METHODS)
 def test_layers_read_what_their_anchors_heads_chose(name, model):
-    """The attention's output in every layer and row, from its queries, keys and values."""
-    method, seen = METHODS[name], [[], [], [], []]
-
-    def note(layer, query, key, value, output):
-        seen[layer].append((query[0], key[0], value[0], output[0].transpose(0, 1)))
-
-    with attach(tiny(model)) as attached, watched(note, REPLAYING):
-        run(attached, Case(method), [token_ids(LENGTH)], [PROMPT], calls=(1, 9), rows_per_block=4)
-        geometry, similarity = attached.geometry, calibration_of(attached)["similarity"].numpy()
-    layers = [[torch.cat(parts, 1).double().numpy() for parts in zip(*each, strict=True)] for each in seen]
-    anchor, chosen, dense_layers = None, {}, method.dense_layers
-    for layer, (query, key, value, output) in enumerate(layers):
-        scores = query * geometry.scale @ key.repeat(geometry.group, 0).swapaxes(1, 2)
-        is_anchor = layer == dense_layers or layer in method.anchors
-        if is_anchor:
-            anchor = layer
-        for kv in range(geometry.num_kv_heads):
-            heads = range(kv * geometry.group, (kv + 1) * geometry.group)
-            for t in range(PROMPT, LENGTH):
-                if layer < dense_layers:
-                    tokens = {*range(t)}
-                elif is_anchor:
-                    weights = sum(softmax(scores[head, t, : t + 1]) for head in heads)
-                    count = min(t, max(method.min_tokens, math.floor(method.budget * t)))
-                    tokens = chosen[anchor, kv, t] = {*sorted(range(t), key=lambda token: -weights[token])[:count]}
-                    tokens = {*range(t)} if layer == 0 else tokens
-                else:
-                    tokens = chosen[anchor, similarity[layer, anchor, kv].argmax(), t]
-                read = [*sorted(tokens), t]
-                for head in heads:
-                    wanted = softmax(scores[head, t, read]) @ value[kv, read]
-                    assert np.abs(output[head, t] - wanted).max() < 1e-4, (layer, head, t)
+    """An anchor reads every token, and attends to those that it chose; the first layer to all."""
+    method = METHODS[name]
+    geometry, found = replayed(tiny(model), Case(method))
+    similarity = calibration(geometry.num_kv_heads, geometry.head_dim)["similarity"].numpy()
+    anchor, chosen = None, {}
+    for layer, sequences in found.items():
+        is_anchor = layer == method.dense_layers or layer in method.anchors
+        anchor = layer if is_anchor else anchor
+        for at, ((prompt, length), sequence) in enumerate(zip(BATCH, sequences, strict=True)):
+            every = [[{*range(t)} for t in range(prompt, length)]] * geometry.num_kv_heads
+            if is_anchor:
+                chosen[at] = chosen_by(method, geometry, sequence, prompt)
+                wanted, attended = every, every if layer == 0 else chosen[at]
+            else:
+                heads = similarity[layer, anchor].argmax(-1)
+                wanted = attended = [chosen[at][head] for head in heads]
+            assert sequence.read == wanted, f"layer {layer}, prompt of {prompt}"
+            check_output(geometry, sequence._replace(read=attended), prompt)
 
 
 def test_heads_are_compared_by_the_attention_on_each_others_best_tokens():

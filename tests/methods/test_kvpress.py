@@ -14,7 +14,6 @@ from harness.checks.contract import budget_is_its_closed_form, live_is_replay, p
 from harness.checks.two_ways import Trial
 from harness.model import prompts as prompt_pass
 from harness.model.attach import attach
-from harness.model.dense_prompts import DensePrompts
 from harness.model.prompts import run_prompt
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
@@ -29,11 +28,11 @@ from methods.criticalkv import CriticalKV
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.streaming import Streaming
 from methods.tova import TOVA
-from tests.cases import CASES, Case
+from tests.cases import Case
 from tests.conftest import tiny
-from tests.living import PROMPTS, replay, token_batch
+from tests.living import replay, token_batch
 from tests.replaying import watched
-from tests.runs import calls_of, refusal_of
+from tests.runs import refusal_of
 
 needs_kvpress = pytest.mark.skipif(
     importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {kvpress.INSTALL}"
@@ -167,24 +166,6 @@ def test_the_tokens_are_those_that_the_press_compresses_to(choice):
             assert torch.equal(stays, expected), (choice, layer, at)
 
 
-@needs_kvpress
-def test_the_mean_of_the_pyramid_is_exact():
-    for tokens in range(1, 200):
-        shares = make("PyramidKVPress", kept_tokens=tokens).shares(200, 29)
-        assert sum(shares) == 29 * tokens and max(shares) <= make("PyramidKVPress", kept_tokens=tokens)._most(200)
-
-
-@needs_kvpress
-def test_draws_are_repeated_and_leave_torchs_generator_alone():
-    drawn = []
-    for seed in 0, 1:
-        torch.manual_seed(seed)
-        before = torch.get_rng_state()
-        drawn.append(kept(tiny("gqa"), make("RandomPress", budget=0.25)))
-        assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(*drawn)
-
-
 # In replay and live
 
 
@@ -197,36 +178,11 @@ def test_live_is_replay_and_budgets_have_their_closed_form(choice):
             check(trial)
 
 
-def test_runs_that_share_a_prompt_share_the_inputs_of_its_layers(monkeypatch):
-    """Where there is room for them; test_replay.py has all methods one after another."""
-    cases = {name: CASES[name] for name in ("full", "projected")}
-    if choices():
-        cases["press"] = Case(make("CriticalAdaKVPress:ExpectedAttentionPress"))
-    alone = {}
-    with attach(tiny("gqa")) as attached:
-        for name, case in cases.items():
-            alone[name] = replay(attached, case, PROMPTS["padded"]).logits
-    passes = calls_of(monkeypatch, prompt_pass, "held_prompt")
-    room = DensePrompts(2**30)
-    with attach(tiny("gqa"), room) as attached:
-        replay(attached, cases["full"], PROMPTS["padded"])
-        free, room.free = room.free, 0
-        for name in cases:
-            assert torch.equal(replay(attached, cases[name], PROMPTS["padded"]).logits, alone[name])
-        assert len(passes) == 1, "without room for inputs none are kept"
-        room.free = free
-        for name in (*cases, *cases):
-            assert torch.equal(replay(attached, cases[name], PROMPTS["padded"]).logits, alone[name]), name
-        assert len(passes) == 2, "one with inputs"
-
-
 # What it does not take
 
 FAMILIES = {
     "opt": ({"word_embed_proj_dim": 64}, "SnapKVPress", "makes no queries from OPTAttention"),
-    "olmo2": ({}, "TOVAPress", "makes other queries than Olmo2Attention"),
     "cohere": ({}, "SnapKVPress", "makes other queries than CohereAttention"),
-    "gpt_neox": ({}, "ExpectedAttentionPress", "makes no queries from GPTNeoXAttention"),
     "opt, W_O": ({"word_embed_proj_dim": 64}, "CriticalKVPress:KnormPress", "OPTAttention has no o_proj"),
     "deepseek_v3": (
         {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
@@ -258,32 +214,18 @@ def test_other_families_are_taken():
             live_is_replay(Trial(attached, None, Setup(make(choice), None, None), PROMPT))
 
 
-@needs_kvpress
-def test_a_prompt_shorter_than_a_window_is_one_line():
-    with attach(tiny("gqa")) as attached, pytest.raises(ValueError) as refused:
-        replay(attached, Case(make("SnapKVPress", window_size=64)), PROMPTS["even"])
-    said = str(refused.value)
-    assert said.startswith("method.name=kvpress:SnapKVPress: failed on a prompt of 24 tokens (") and "\n" not in said
-
-
 REFUSED = [
     ("NoSuchPress", "", "{choice}: kvpress 0.5.5 has no press NoSuchPress; allowed: AdaKVPress, "),
     ("KVzipPress", "", "{choice}: KVzipPress runs the model over the prompt again by itself; method=kvzip does so"),
-    ("QFilterPress", "", "{choice}: QFilterPress needs trained filters from the hub"),
     ("AdaKVPress", "", "{choice}: AdaKVPress wraps another press; name it, as in kvpress:AdaKVPress:SnapKVPress"),
     ("SnapKVPress:KnormPress", "", "{choice}: SnapKVPress wraps no other press; allowed before `:`: "),
     ("AdaKVPress:AdaKVPress:KnormPress", "", "{choice}: AdaKVPress gives no scores, so that no other press wraps it"),
-    ("AdaKVPress:ThinKPress", "", "{choice}: ThinKPress removes channels of keys, and no token"),
     ("SnapKVPress", "method.window_size=0", "method.window_size=0: must be an integer >= 1"),
-    ("SnapKVPress", "method.window_size=1.5", "method.window_size=1.5: must be a whole number"),
     ("SnapKVPress", "method.kernel_size=4", "method.kernel_size=4: must be an odd integer >= 1"),
     ("SnapKVPress", "+method.pooling=max", "unknown setting method.pooling: "),
-    ("SnapKVPress", "+method.compression_ratio=0.5", "unknown setting method.compression_ratio: "),
     ("SnapKVPress", "method.version=0.1.0", "method.version=0.1.0: must be 0.5.5, which is installed"),
-    ("CURPress", "method.leverage_type=keys", "method.leverage_type=keys: did you mean 'key'"),
     ("AdaKVPress:KnormPress", "method.alpha_safeguard=2",
      "method.name=kvpress:AdaKVPress:KnormPress: alpha_safeguard should be in [0, 1]"),
-    ("CriticalKVPress:KnormPress", "method.first_stage_ratio=2", "method.first_stage_ratio=2.0: must be in [0, 1]"),
 ]  # fmt: skip
 
 

@@ -15,12 +15,12 @@ from harness.model.output_projection import output_factor
 from harness.model.prompts import PromptPass
 from harness.model.tiny import tiny_ids
 from harness.replay.setup import tokenized
-from methods.base import Geometry, Lengths, TokenCounts
+from methods.base import Geometry, Lengths
 from methods.kvzip import KVzip
 from tests.cases import ASKED, Case
 from tests.living import tiny
 from tests.reference import softmax
-from tests.replaying import PROMPT, open_session, pad, token_ids
+from tests.replaying import PROMPT, attention_of, open_session, pad, token_ids
 from tests.tokens import byte_tokenizer
 
 PROMPTS = (PROMPT, 11, 14)
@@ -35,11 +35,6 @@ METHODS = {
 
 def prompts() -> list[list[int]]:
     return [token_ids(length, seed) for seed, length in enumerate(PROMPTS)]
-
-
-def attention_of(model, layer: int) -> torch.nn.Module:
-    stack = model.model.decoder if model.config.model_type == "opt" else model.model
-    return stack.layers[layer].self_attn
 
 
 def states_of(attached, ids: list[int]) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
@@ -126,23 +121,6 @@ def test_score_and_what_stays_are_the_plain_ones_of_each_sequence_of_a_padded_ba
         for (layer, kv), tokens in plain_kept(method, wanted).items():
             held = state.tokens[layer][at, kv].tolist()
             assert {token for token in held if token < len(ids)} == tokens, f"layer {layer}, head {kv}, prompt {at}"
-
-
-def test_where_all_layers_share_a_budget_heads_keep_unequal_numbers():
-    """Else the test above could not tell a shared budget from a uniform one."""
-    kept = plain_kept(METHODS["whole"], plain_score(tiny("gqa"), METHODS["whole"], prompts()[0]))
-    assert len({len(tokens) for tokens in kept.values()}) > 1
-
-
-def test_sizes_by_hand():
-    """A head may keep the whole prompt, since all share one budget; a quarter of it is read in the mean."""
-    row = TokenCounts(cached=110, prompt=100, final=120)
-    shared = KVzip(budget=0.25)
-    assert shared.tokens_read(row, 2) == 25 + 10 and shared.tokens_kept(row, 2) == 100 + 10
-    uniform = replace(shared, layers="uniform", heads="uniform")
-    assert uniform.tokens_read(row, 2) == uniform.tokens_kept(row, 2) == 25 + 10
-    assert shared.with_budget(0.5).tokens_read(row, 2) == 50 + 10
-    assert shared.title == "KVzip" and replace(shared, value_weighted=True).title == "KVzip+"
 
 
 @pytest.mark.parametrize("family", ["gqa", "opt", "phi3", "gpt_neox"])

@@ -26,12 +26,6 @@ WITH_BUDGET = """
     def with_budget(self, frac):
         return replace(self, alpha=4 * frac)
 """
-WITHOUT_BUDGET = """
-    def with_budget(self, frac):
-        return Method.with_budget(self, frac)
-
-from methods.base import Method
-"""
 LENGTHS = ["seq_len=160", "prefill_len=80", "num_windows=2", "platform.link_gbps=1"]
 
 
@@ -70,14 +64,6 @@ def test_what_no_setting_reaches_is_refused_with_what_was_measured(texts, capsys
     assert "budget=0.001: method=mine: the nearest budget measured on the calibration text is 0." in said
     assert "budget=nearest:0.001 takes it" in said and said.count("\n") == 1
     assert main(["method=./mine.py", "budget=nearest:0.001", *texts]) == 0
-
-
-def test_a_method_without_with_budget_is_told_what_to_write(texts, capsys):
-    Path("mine.py").write_text(MINE + WITHOUT_BUDGET)
-    assert main(["method=./mine.py", "budget=0.2", *texts]) == 2
-    said = capsys.readouterr().err
-    assert "budget=0.2: method=mine: it has no budget to set, as it reads the same share always; in" in said
-    assert "with_budget gives it one (CONTRIBUTING.md)" in said
 
 
 def test_attach_searches_once(texts, tmp_path):

@@ -127,22 +127,6 @@ def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by, seed, slots, ro
 
 
 @QUICK
-@given(case=shapes, elements=st.sampled_from([16, 64]))
-def test_summed_probabilities_are_those_of_the_torch_code(case, elements):
-    scores, rows, final = make(case)
-    method = Oracle(alpha=math.inf, group="sum_probs")
-    seen = scores.masked_fill(~rows.visible().unsqueeze(2), -math.inf)
-    expected = method.reduced(seen.clone())
-    geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
-    with compiled(elements):
-        on_gpu = rows_on_device(rows)
-        summed = kernels.summed_probs(scores.to(DEVICE), on_gpu).cpu()
-        got = method.choose(scores.to(DEVICE), on_gpu, final.to(DEVICE), geometry)
-    torch.testing.assert_close(summed, expected, rtol=1e-5, atol=1e-30)
-    assert torch.equal(got.mask.cpu(), largest(summed, got.num_read.cpu().long()))
-
-
-@QUICK
 @given(case=shapes, elements=st.sampled_from([16, 64]), far=st.booleans())
 def test_samples_are_those_of_the_torch_code(case, elements, far):
     """A token whose score / number is that of another up to rounding may be drawn in its place."""

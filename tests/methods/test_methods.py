@@ -1,4 +1,4 @@
-"""Methods without a model: refusals, sizes by hand, the choice itself, columns of the index."""
+"""Methods without a model: refusals, some sizes, the choice itself, columns of the index."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from methods.criticalkv import CriticalKV
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, choose_columns
-from methods.infinigen2 import InfiniGen2, InfiniGen2Sampled, balanced, eigenvectors, mixing, moments
+from methods.infinigen2 import balanced, eigenvectors, mixing, moments
 from methods.infinigen_pool import InfiniGenPool
 from methods.kascade import Kascade
-from methods.loki import Loki
 from methods.oracle import Oracle
 from methods.pariskv import ParisKV, shares_of, sphere_levels
 from methods.pqcache import PQCache
@@ -31,13 +30,12 @@ from methods.retroinfer import RetroInfer
 from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.selection import GROUPS
-from methods.shadowkv import ShadowKV, low_rank
-from methods.socket import Socket
+from methods.shadowkv import low_rank
 from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
-from methods.vattention import VAttention, VAttentionState
+from methods.vattention import VAttention
 from tests.cases import preset
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
@@ -54,20 +52,17 @@ def lengths_of(prompts: list[int], finals: list[int]) -> Lengths:
 # Refusals
 
 REFUSED = {
-    ">= 0": [(Full, "dense_layers", -1), (Streaming, "num_sinks", -1), (ExpectedAttention, "epsilon", -0.1)],
+    ">= 0": [(Full, "dense_layers", -1), (ExpectedAttention, "epsilon", -0.1)],
     ">= 0, inf or null": [(Oracle, "alpha", -1.0)],
-    ">= 1": [(Quest, "page_size", 0), (SnapKV, "window", 0), (Kascade, "num_anchors", 0)],
-    "": [(RetroInfer, "retrieval_frac", 0.0), (RetroInfer, "estimation_frac", -0.1), (RetroInfer, "segment", 15)],
+    ">= 1": [(Quest, "page_size", 0), (SnapKV, "window", 0)],
+    "an integer >= 16": [(RetroInfer, "segment", 15)],
     "a list of layers >= 0, or null": [(Kascade, "anchors", (-1,))],
-    ">= 1 or null": [(Oracle, "fixed_fetch", 0), (TOVA, "kept_tokens", 0)],
-    "odd integer >= 1": [(SnapKV, "kernel", 4), (RKV, "kernel", 2)],
-    "in [0, 1]": [(H2O, "heavy_frac", -0.1), (H2O, "heavy_frac", math.nan), (DuoAttention, "sparsity", -0.1)],
+    ">= 1 or null": [(Oracle, "fixed_fetch", 0)],
+    "odd integer >= 1": [(SnapKV, "kernel", 4)],
+    "in [0, 1]": [(H2O, "heavy_frac", -0.1), (H2O, "heavy_frac", math.nan)],
     "in (0, 1]": [(Streaming, "budget", 0.0), (Quest, "budget", math.nan), (InfiniGenPool, "pool_frac", 1.5)],
-    "in (0, 2]": [(RocketKV, "budget", 0.0), (RocketKV, "budget", 2.1)],
-    "an integer from 1 to 16": [(Socket, "planes", 0), (Socket, "planes", 17)],
-    "a number > 0": [(Socket, "tau", 0.0)],
-    "in (0, 0.5]": [(VAttention, "delta", 0.0), (VAttention, "delta", 0.6)],
-    "in (0, 1] or null": [(Twilight, "candidate_frac", 0.0), (ParisKV, "collision_frac", 1.1)],
+    "in (0, 0.5]": [(VAttention, "delta", 0.6)],
+    "in (0, 1] or null": [(Twilight, "candidate_frac", 0.0)],
     "above num_sinks + window=32, or null": [(SnapKV, "kept_tokens", 32)],
     "above window=8, or null": [(RKV, "kept_tokens", 8)],
     "best, the distance that alpha bounds": [(Oracle, "group", "sum_probs")],
@@ -75,14 +70,10 @@ REFUSED = {
     "own_query, where the current token's weight is known; or set mean_value=false": [
         (SparQ, "when", "previous_layer")
     ],
-    "one of prompt, calibration, both": [(InfiniGen2, "statistics", "text")],
     "one of best": [(InfiniGenPool, "group", "sum_probs")],
-    "one of 8, 4, 2, 1, null": [
-        (InfiniGen, "index_bits", 16), (InfiniGen2, "projection_bits", 3),
-        (Loki, "index_bits", 3), (Twilight, "index_bits", 5),
-    ],
+    "one of 8, 4, 2, 1, null": [(InfiniGen, "index_bits", 16)],
     "a file that exists, or null": [(DuoAttention, "pattern", "nowhere.tsv")],
-}  # fmt: skip
+}
 """By what is allowed."""
 
 
@@ -100,16 +91,12 @@ AT_A_BATCH = [
     (Streaming(budget=0.1, num_sinks=4), [50, 20], [100, 40], "method.budget=0.1: must be more: it keeps 4"),
     (InfiniGen(), [20], [40], "method InfiniGen: needs a calibration; calibrate first"),
     (InfiniGenPool(skew=False, pool_frac=0.01), [20], [40], "method.pool_frac=0.01: must be larger, to hold at"),
-    (Loki(), [20], [40], "method Loki: needs a calibration; calibrate first"),
     (SnapKV(budget=0.2, window=4), [40, 20], [50, 30], "method.budget=0.2: must be at least 0.25 for a"),
-    (ExpectedAttention(), [40, 20], [50, 30], "method.budget=0.2: must be at least 0.25 for a prompt of 20 tokens"),
     (PQCache(part_size=3), [90], [120], "method.part_size=3: must be a divisor of 16, the elements of a head"),
     (PQCache(budget=0.3, num_sinks=32), [90], [120], "method.num_sinks=32: must be below 27, what is read of"),
     (RocketKV(), [90, 40], [99, 60], "method.budget=0.2: must be more: it keeps 23 of 40 tokens, which"),
-    (RocketKV(budget_tokens=4), [60], [80], "method.budget_tokens=4: must be more: it keeps 18 of 60 tokens, which"),
     (RocketKV(budget_tokens=40, num_sinks=20), [90], [99], "method.num_sinks=20: must be below 20, what is read of a"),
     (RetroInfer(num_sinks=64, recent_frac=0.2), [80], [90], "method.num_sinks=64: must be below 64, so that a prompt"),
-    (VAttention(), [90, 49], [99, 60], "method.num_sinks=4: must be below 4, the fixed set of a prompt of 49 tokens"),
     (VAttention(fixed_frac=0.5, budget=0.1), [40], [60], "method.num_sinks=4: must be below 4, the fixed set of a"),
 ]  # fmt: skip
 
@@ -121,31 +108,17 @@ def test_settings_that_do_not_go_together_or_with_a_batch_are_refused(method, pr
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
 
-def test_the_least_budget_is_one_that_works():
-    for method, allowed in ((SnapKV(), r"window=32: must be below 30"), (RKV(), "window=8: must be below 7")):
-        with pytest.raises(ValueError, match=allowed):
-            method.min_budget(TokenCounts(5, 30, 35) if isinstance(method, SnapKV) else TokenCounts(6, 5, 7))
-    with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=4: must be below 3, the shortest prompt"):
-        ExpectedAttention().min_budget(TokenCounts(7, 3, 8))
-    with pytest.raises(ValueError, match=r"num_sinks=4: must be below 3, the shortest sequence"):
-        Streaming().min_budget(TokenCounts(2, 1, 3))
-    row = TokenCounts(40, 30, 50)
-    assert RKV().with_budget(RKV().min_budget(row)).budget_in_tokens(50) == 9
-    assert ExpectedAttention().with_budget(ExpectedAttention().min_budget(row)).budget_in_tokens(30) == 5
-    assert Streaming().with_budget(Streaming().min_budget(row)).tokens_kept(row, 2) == 5
-    sinks = Quest(budget=0.2, page_size=1, num_sinks=20)
-    least = sinks.min_budget(TokenCounts(100, 100, 120))
-    assert least == pytest.approx(0.22, abs=1e-6)
-    sinks.with_budget(least).new_state(GEOMETRY, lengths_of([100], [120]))
-    half = VAttention()  # of the budget is the fixed set
-    least = half.min_budget(TokenCounts(100, 100, 120))
-    assert least == pytest.approx(0.1, abs=1e-6)
-    half.with_budget(least).new_state(GEOMETRY, lengths_of([100], [120]))
-    assert half.min_budget(TokenCounts(10, 10, 20)) == 1
-    with pytest.raises(ValueError, match=r"num_sinks=4: must be below 4, half of the shortest prompt"):
-        half.min_budget(TokenCounts(9, 9, 20))
-    with pytest.raises(ValueError, match="it has no budget to set"):
-        Full().with_budget(0.5)
+SINKS = Quest(page_size=1, num_sinks=20)
+ALWAYS_KEEPING = (SnapKV(), ExpectedAttention(), RKV(), Streaming(), RocketKV(), SINKS, VAttention())
+
+
+@pytest.mark.parametrize("method", ALWAYS_KEEPING, ids=lambda method: method.title)
+def test_the_least_budget_is_the_least_that_a_batch_takes(method):
+    prompt, final = 100, 120
+    least, lengths = method.min_budget(TokenCounts(prompt, prompt, final)), lengths_of([prompt], [final])
+    method.with_budget(least).new_state(SHAPE, lengths)
+    with pytest.raises(ValueError, match="must be"):
+        method.with_budget(0.99 * least).new_state(SHAPE, lengths)
 
 
 def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
@@ -176,16 +149,14 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
 @pytest.mark.parametrize(
     ("method", "label"),
     [
-        (Full(), "Full cache"), (InfiniGen(), "InfiniGen"),
         (InfiniGen(skew=False, index_bits=2), "InfiniGen without skewing, coded index"),
-        (InfiniGen2(), "InfiniGen2"), (InfiniGen2Sampled(), "InfiniGen2, sampled rest"),
         (SnapKV(layers="pyramid"), "PyramidKV"), (SnapKV(heads="adaptive"), "Ada-KV"),
         (SnapKV(layers="pyramid", heads="adaptive"), "Ada-PyramidKV"),
-        (CriticalKV(), "CriticalKV"), (CriticalKV(heads="adaptive"), "Ada-CriticalKV"),
+        (CriticalKV(heads="adaptive"), "Ada-CriticalKV"),
         (CriticalKV(layers="pyramid", heads="adaptive"), "Ada-Pyramid-CriticalKV"),
     ],
 )  # fmt: skip
-def test_labels_are_titles_and_what_makes_another_method_of_it(method, label):
+def test_labels_say_what_makes_another_method_of_it(method, label):
     assert method.title == label
 
 
@@ -197,71 +168,6 @@ def test_budgets_of_the_artifacts_prefill():
     tokens = (SparQ(), Quest(read_tokens=32), InfiniGen(fixed_fetch=32), Oracle(fixed_fetch=32))
     assert [method.artifact_budget() for method in tokens] == [1] * 4
     assert Full().artifact_budget() == SnapKV(budget=0.4).artifact_budget() == 1
-
-
-ROW = TokenCounts(100, 80, 120)
-SIZES = [  # beside those of test_rules.py
-    (Quest(budget=0.01), ROW, 2 * 16 + 4),  # three pages of 16 are the least, the last among them
-    (Quest(budget=1.0), ROW, 100),
-    (Quest(budget=0.01), TokenCounts(33, 30, 120), 33),
-    (Quest(read_tokens=32, page_size=4), TokenCounts(200, 100, 300), 28),  # the last page is one of 8
-    (Quest(group="union"), ROW, None),
-    (SnapKV(kept_tokens=90), ROW, 100),
-    (Twilight(), ROW, None),
-    (Twilight(p=1.0), ROW, 2 * 16 + 4),  # all candidates: floor(0.5 * 100 / 16) pages
-    (Twilight().with_budget(0.7), ROW, 3 * 16 + 4),  # as many candidates
-    (Twilight(candidate_frac=None).with_budget(0.001), ROW, 1),
-    (Kascade(anchors=(1,)), ROW, 100),  # 128 at least
-    (Kascade(anchors=(), min_tokens=5).with_budget(0.3), ROW, 30),
-    (VAttention(), ROW, None),
-    (VAttention(epsilon=0.0, group="union"), ROW, None),
-    (VAttention().with_budget(0.001), ROW, 1),
-    (InfiniGenPool(alpha=math.inf, budget=0.3, pool_frac=0.4), TokenCounts(90, 50, 100), 12),  # floor(.3 * 40)
-    (InfiniGen(alpha=math.inf, budget=0.01, cap_of="final"), TokenCounts(20, 5, 40), 1),
-    (ShadowKV(), TokenCounts(30, 24, 34), 0),  # no chunk to fetch
-    (Socket(group="union"), ROW, None),
-    (RocketKV(), ROW, 8),  # half of a fifth of the prompt
-    (RocketKV().with_budget(1.0), ROW, 80),
-    (RocketKV(budget_tokens=50), TokenCounts(11, 11, 120), 11),
-    (RocketKV(group="union"), ROW, None),
-    *[(DuoAttention().with_budget(frac), TokenCounts(1000, 900, 1024), read)
-      for frac, read in ((2**-24, 320), (0.25, 490), (0.5, 660), (1.0, 1000))],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("method", "row", "read"), SIZES)
-def test_tokens_read_by_hand(method, row, read):
-    found, bound = method.tokens_read(row, 2), method.max_tokens_read(row, 2)
-    assert found == (None if read is None else pytest.approx(read, abs=1e-3))
-    assert (found or 0) <= bound <= row.cached
-    assert SnapKV(kept_tokens=50).with_budget(0.5).tokens_kept(ROW, 2) == 40 + 20
-    assert Quest(read_tokens=32, page_size=4).with_budget(0.5) == Quest(budget=0.5, page_size=4)
-
-
-@pytest.mark.parametrize("budget", [0.01, 0.3, 1.0])
-@pytest.mark.parametrize("cap_of", ["cached", "final"])
-def test_the_cap_of_rows_is_the_one_of_a_row(cap_of, budget):
-    """One token at least, also where the share rounds down to none."""
-    method = InfiniGen(budget=budget, cap_of=cap_of)
-    cached, finals = [[1, 2, 30], [5, 10, 99]], [40, 120]
-    wanted = [
-        [method.max_tokens_read(TokenCounts(row, 1, final), 2) for row in rows]
-        for rows, final in zip(cached, finals, strict=True)
-    ]
-    assert method.cap(torch.tensor(cached), torch.tensor(finals)).tolist() == wanted
-
-
-def test_rocketkvs_stages_by_hand():
-    """A compression c of 64 is split as 64^0.56 and the rest; of 2^20, as (2^20)^0.8."""
-    head_dim = 64
-    # 8192 / 64^0.56 = 8192 / 10.27; 797 / 128 = 6.23: chunks of ceil(sqrt 6.23), and 64 * 3 / 6.23 channels
-    assert RocketKV(budget_tokens=128).plan(8192, head_dim) == (797, 3, 30, 64)
-    assert RocketKV(budget_tokens=2).kept(2**21 + 100) == 2**21 // 2**16  # a little more, for the rounding
-    least = RocketKV().min_budget(ROW)
-    found = [RocketKV().with_budget(budget) for budget in (least, 0.999 * least)]
-    assert [(method.budget_in_tokens(80), method.kept(80) > 32) for method in found] == [(9, True), (8, False)]
-    with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=32: must be below 30, the shortest prompt"):
-        RocketKV().min_budget(TokenCounts(31, 30, 50))
 
 
 def test_pariskvs_shares_of_a_zone_and_what_it_takes():
@@ -347,44 +253,6 @@ def test_a_groups_heads_are_reduced_as_the_setting_says(group):
     assert selection.num_read.item() == selection.mask[0, :, 0].sum(-1).double().mean().item()
 
 
-def errors_of_denominators(method: VAttention, scores: torch.Tensor) -> torch.Tensor:
-    """Relative error of the softmax's denominator in each row of `scores` [rows, slots], which all draw a sample of
-    their own."""
-    num_rows, slots = scores.shape
-    geometry = replace(GEOMETRY, num_heads=1, num_kv_heads=1)
-    positions = slots + torch.arange(num_rows)[None]
-    tokens = torch.arange(slots).expand(1, 1, -1)
-    of_heads = scores[None, None, None]
-    rows = QueryRows(
-        torch.empty(1, 1, num_rows, 0), positions, positions >= 0, tokens, positions[:, None], lambda: of_heads
-    )
-    found = VAttentionState(method, geometry, lengths_of([slots], [slots + num_rows])).select(0, rows)
-    assert found.num_read.max() < slots / 2
-    estimated = (scores + found.bias[0, 0, 0]).masked_fill(~found.mask[0, 0], -math.inf).logsumexp(-1)
-    return (estimated - scores.logsumexp(-1)).double().expm1()
-
-
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 0.1), (0.05, 0.25)])
-def test_a_sample_is_unbiased_and_its_error_is_the_one_that_was_asked_for(epsilon, delta):
-    """The softmax's denominator, of 3,000 scores in 600 rows that each draw a sample of their own."""
-    scores = torch.randn(600, 3000, generator=torch.Generator().manual_seed(0))
-    error = errors_of_denominators(VAttention(epsilon=epsilon, delta=delta, when="true_scores"), scores)
-    assert abs(float(error.mean())) < epsilon / 20
-    for wrong in (error < -epsilon, error > epsilon):
-        assert 0 < float(wrong.double().mean()) < delta + 0.02
-
-
-@pytest.mark.parametrize("spread", [2.0, 2.5])
-def test_a_sample_is_unbiased_where_few_tokens_hold_most_of_the_attention(spread):
-    """A base sample that misses them asks for few tokens. It must not be part of the sample that it sizes."""
-    scores = spread * torch.randn(1000, generator=torch.Generator().manual_seed(1)).expand(400, -1)
-    settings = {"epsilon": 0.2, "fixed_frac": 0.02, "base_frac": 0.02, "when": "true_scores"}
-    error = torch.cat([errors_of_denominators(VAttention(seed=seed, **settings), scores) for seed in range(24)])
-    standard_error = float(error.std()) / math.sqrt(len(error))
-    assert standard_error < 0.002
-    assert abs(float(error.mean())) < 0.01
-
-
 # Columns
 
 
@@ -420,16 +288,6 @@ def prompt_of(bias: float) -> tuple[torch.Tensor, torch.Tensor, PromptRows]:
     query, key = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (4, 2))
     channels = torch.linspace(0.1, 3, 16)
     return query, key * channels + bias * channels.flip(0), PromptRows(torch.ones(1, 40, dtype=torch.bool), 48)
-
-
-def test_white_keys_have_variance_one_and_the_same_scores():
-    query, key, rows = prompt_of(bias=5.0)
-    known = [moments(query, key, rows.real)]
-    plain, white = (balanced(known, 6, white_keys=each) for each in (False, True))
-    products = (of_query @ of_key.mT for of_query, of_key in (each.unbind(1) for each in (plain, white)))
-    torch.testing.assert_close(*products, rtol=1e-9, atol=1e-9)
-    partial = key.double() @ white[:, 1]
-    torch.testing.assert_close(partial.var(2, correction=0), torch.ones(1, 2, 6).double(), rtol=2e-3, atol=0)
 
 
 def svd_pair(of_query: np.ndarray, of_key: np.ndarray, columns: int, white_keys: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -519,20 +377,14 @@ def test_a_mean_that_all_keys_share_costs_no_bits(bits, projection_bits, one_cod
     torch.testing.assert_close(*found, rtol=0, atol=one_code)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("shape", [(2, 2), (5, 3)])
-def test_eigenvectors_by_threads_are_those_of_one_after_another(num_threads, shape):
-    rows = torch.randn(*shape, 20, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    matrices = rows.mT @ rows
+def test_the_threads_that_find_eigenvectors_leave_torch_as_it_was():
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(3)
     try:
-        found = eigenvectors(matrices)
-        assert torch.get_num_threads() == num_threads
+        eigenvectors(torch.eye(4).double().expand(2, 3, 4, 4))
+        assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    one_by_one = [torch.linalg.eigh(each).eigenvectors for each in matrices.flatten(0, 1)]
-    assert torch.equal(found.flatten(0, 1), torch.stack(one_by_one))
 
 
 @pytest.mark.parametrize("columns", [1, 5, 28])

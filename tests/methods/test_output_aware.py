@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,17 +11,16 @@ import torch
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
-from methods.base import Geometry, TokenCounts
+from methods.base import Geometry
 from methods.capkv import CapKV
 from methods.criticalkv import CriticalKV
 from methods.defensivekv import DefensiveKV
 from methods.prompt_evicting import PromptEvicting
 from tests.cases import Case
 from tests.living import tiny
-from tests.methods.test_kvzip import attention_of
-from tests.methods.test_rules import BATCH, Sequence, pyramid_shares, replayed, rope, shared_counts, snapkv
+from tests.methods.test_rules import Read, Sequence, check_rule, pyramid_shares, rope, shared_counts, snapkv
 from tests.reference import softmax
-from tests.replaying import PROMPT, open_session, token_ids
+from tests.replaying import PROMPT, attention_of, open_session, token_ids
 
 METHODS = {
     "critical": CriticalKV(budget=0.7, window=3, kernel=3),
@@ -165,31 +163,17 @@ def plain_kept(method: PromptEvicting, prompt: Prompt, layer: int) -> list[set[i
 @pytest.mark.parametrize("family", ["gqa", "opt"])
 @pytest.mark.parametrize("name", METHODS)
 def test_what_stays_is_the_plain_rules_for_each_sequence_of_a_padded_batch(name, family):
-    method, model = METHODS[name], tiny(family)
-    geometry, found = replayed(model, Case(method))
-    uneven = False
-    for layer, sequences in found.items():
+    model, uneven = tiny(family), []
+
+    def rule(method: PromptEvicting, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
         module = attention_of(model, layer)
         output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
-        for (prompt, length), sequence in zip(BATCH, sequences, strict=True):
-            kept = plain_kept(method, Prompt(geometry, sequence, prompt, output.weight), layer)
-            rows = range(prompt, length)
-            assert sequence.read == [[tokens | {*range(prompt, t)} for t in rows] for tokens in kept], (layer, prompt)
-            uneven |= len({len(tokens) for tokens in kept}) > 1
-            for t, num_read in zip(rows, sequence.num_read, strict=True):
-                at = TokenCounts(t, prompt, length)
-                assert method.layers == "pyramid" or method.tokens_read(at, layer) == num_read
-                assert max(map(len, kept)) + t - prompt <= method.tokens_kept(at, layer)
-    assert uneven == (method.heads == "adaptive"), "heads that share a budget keep unequal numbers"
+        kept = plain_kept(method, Prompt(geometry, sequence, prompt, output.weight), layer)
+        uneven.append(len({len(tokens) for tokens in kept}) > 1)
+        return [[tokens | {*range(prompt, t)} for t in range(prompt, sequence.key.shape[1])] for tokens in kept]
 
-
-def test_the_most_that_a_head_keeps_by_hand():
-    row = TokenCounts(cached=110, prompt=100, final=120)
-    uniform, defensive = CriticalKV(budget=0.5), DefensiveKV(budget=0.5)
-    assert uniform.tokens_kept(row, 2) == replace(defensive, heads="uniform").tokens_kept(row, 2) == 50 + 10
-    shared = replace(uniform, heads="adaptive")  # 18 compete for a place: a fifth of 18 and four fifths of all 68
-    assert shared.tokens_kept(row, 2) == 32 + math.ceil((18 + 4 * 68) / 5) + 10
-    assert defensive.tokens_kept(row, 2) == 100 + 10, "a head may keep the whole prompt"
+    check_rule(METHODS[name], model, rule)
+    assert any(uneven) == (METHODS[name].heads == "adaptive"), "heads that share a budget keep unequal numbers"
 
 
 def test_a_model_whose_output_projection_is_not_known_is_refused_in_one_line():

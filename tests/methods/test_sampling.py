@@ -12,8 +12,7 @@ from torch import Tensor
 from methods.base import EMPTY, Geometry, QueryRows
 from methods.infinigen2 import coded_distances, decoded_distances
 from methods.oracle import Oracle, OracleSampled
-from methods.sampling import lasting_numbers, log_weights
-from methods.selection import largest
+from methods.sampling import lasting_numbers
 
 SLOTS, COUNT, HEADS = 60, 14, 3
 
@@ -28,67 +27,11 @@ def in_order(slots: int) -> Tensor:
     return torch.arange(slots).view(1, 1, -1)
 
 
-def sampled(score: Tensor, numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The tokens that are drawn, and the logarithms of their weights."""
-    ranked = score / numbers
-    mask = largest(ranked, torch.tensor([[count]]))
-    return mask, log_weights(score, ranked, mask)
-
-
 def plain_sample(score: list[float], numbers: list[float], count: int) -> dict[int, float]:
     """How many times each token that is read counts."""
     ranked = sorted(range(len(score)), key=lambda token: -score[token] / numbers[token])
     border = score[ranked[count]] / numbers[ranked[count]] if count < len(ranked) else 0.0
     return {token: max(1.0, border / score[token]) for token in ranked[:count]}
-
-
-def heads_of(seed: int, spread: float = 2.0) -> Tensor:
-    """Probabilities of one set's heads in one row: [1, 1, heads, 1, slots]."""
-    generator = torch.Generator().manual_seed(seed)
-    return (spread * torch.randn(1, 1, HEADS, 1, SLOTS, generator=generator)).softmax(-1)
-
-
-@pytest.mark.parametrize("count", [1, 2, COUNT, SLOTS - 1, SLOTS, SLOTS + 3])
-def test_a_sample_is_the_plain_draw(count):
-    for seed in range(20):
-        score = heads_of(seed).sum(2)
-        numbers = lasting_numbers(seed, 0, rows_of([SLOTS], in_order(SLOTS)), 1)
-        mask, weights = sampled(score, numbers, count)
-        expected = plain_sample(score.flatten().tolist(), numbers.flatten().tolist(), count)
-        assert mask.flatten().nonzero().flatten().tolist() == sorted(expected)
-        assert weights.flatten().tolist() == pytest.approx(
-            [math.log(expected.get(token, 1.0)) for token in range(SLOTS)], abs=1e-5
-        )
-
-
-def test_what_is_hidden_is_not_read():
-    score = heads_of(0).sum(2)
-    hidden = slice(20, 40)
-    score[..., hidden] = -math.inf
-    numbers = torch.full_like(score, 0.5)
-    mask, weights = sampled(score, numbers, COUNT)
-    assert int(mask.sum()) == COUNT and not bool(mask[..., hidden].any())
-    assert bool(weights.isfinite().all())
-    mask, weights = sampled(score, numbers, SLOTS - 20)
-    assert int(mask.sum()) == SLOTS - 20 and bool((weights == 0).all())  # nothing is left out
-
-
-@pytest.mark.parametrize("spread", [0.5, 2.0, 4.0])
-def test_sums_over_a_sample_are_right_on_average(spread):
-    """The numerator and the denominator of every head's attention, over 4,000 seeds."""
-    probs = heads_of(1, spread)
-    values = torch.randn(SLOTS, 3, generator=torch.Generator().manual_seed(2)).double()
-    columns = torch.cat([torch.ones(SLOTS, 1).double(), values], 1)
-    of_heads = probs[0, 0, :, 0].double()
-    rows, found = rows_of([SLOTS], in_order(SLOTS)), []
-    for seed in range(4000):
-        mask, weights = sampled(probs.sum(2), lasting_numbers(seed, 3, rows, 1), COUNT)
-        times = weights.exp() * mask
-        found.append((of_heads * times.flatten()) @ columns)
-    sums = torch.stack(found)
-    standard_error = sums.std(0) / math.sqrt(len(sums))
-    assert 0 < float(standard_error.max()) < 0.02
-    assert bool(((sums.mean(0) - of_heads @ columns).abs() <= 4 * standard_error).all())
 
 
 # Numbers

@@ -13,8 +13,8 @@ from harness.model.attach import attach
 from harness.model.calibration import cached_calibration, calibrate
 from methods.full import Full
 from methods.infinigen import InfiniGen
-from tests import reference as plain
 from tests.conftest import tiny
+from tests.replaying import calibrated
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +26,14 @@ def text() -> list[int]:
 @pytest.mark.parametrize("model", [tiny("gqa"), tiny("opt")], ids=["gqa", "opt"])
 def test_calibration_is_the_svd_of_the_groups_queries(model, text):
     with attach(model) as attached:
-        rotation = calibrate(attached, InfiniGen(), text[:-1])["rotation"].double().numpy()
-        geometry = attached.geometry
-    reference = plain.Reference(model, Full(), final_length=len(text), prefill_len=len(text) - 1)
-    with torch.inference_mode():
-        reference.run(text)
+        measured, seen = calibrated(attached, InfiniGen(), text)
+        geometry, rotation = attached.geometry, measured["rotation"].double().numpy()
     d = geometry.head_dim
     assert rotation.shape == (geometry.num_layers, geometry.num_kv_heads, d, d)
-    for layer, heads in enumerate(reference.heads):
-        for basis, head in zip(rotation[layer], heads, strict=True):
-            queries = np.array([query for row in head.prompt_queries for query in row])
-            assert len(queries) == geometry.group * (len(text) - 1)
+    for layer, (query, _) in enumerate(seen):
+        for head, basis in enumerate(rotation[layer]):
+            queries = query[head * geometry.group : (head + 1) * geometry.group].reshape(-1, d)
+            assert len(queries) == geometry.group * len(text)
             assert np.allclose(basis.T @ basis, np.eye(d), atol=1e-5)
             _, singular, vectors = np.linalg.svd(queries, full_matrices=False)
             assert (singular[:-1] - singular[1:]).min() > 1e-4 * singular[0], "too close to compare vectors"

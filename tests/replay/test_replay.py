@@ -1,9 +1,8 @@
-"""Replay: against the token-by-token reference, against itself in other batches and calls, and at its limits."""
+"""Replay: against the model, against itself in other batches and calls, and at its limits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from math import inf
 from types import SimpleNamespace
 
@@ -20,8 +19,7 @@ from methods import attention
 from methods.base import LayerInputs, Method
 from methods.codecs.integers import IntegerCodec
 from methods.codecs.kvarn import KvarnCodec
-from methods.codecs.split import LayerCodecs, SplitCodec, every_codec
-from methods.full import Full
+from methods.codecs.split import every_codec
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infinigen_pool import InfiniGenPool
@@ -36,9 +34,8 @@ from methods.shadowkv import ShadowKV
 from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.twilight import Twilight
-from tests import reference as plain
-from tests.cases import ASKED, CASES, WIDE, Case, smooth
-from tests.living import PROMPTS, calibration, replay, tiny, token_batch
+from tests.cases import ASKED, CASES, WIDE, Case
+from tests.living import PROMPTS, replay, tiny, token_batch
 from tests.mixed_models import mixed
 from tests.replaying import (
     LENGTH,
@@ -55,9 +52,6 @@ from tests.replaying import (
     token_ids,
 )
 
-WELL_APART = 1e-6
-"""The least `Reference.margin` at which fp32 and fp64 must choose alike."""
-
 
 def has_steps(case: Case) -> bool:
     """True if the values of a layer are coded as integers."""
@@ -67,14 +61,6 @@ def has_steps(case: Case) -> bool:
 
 WITHOUT_STEPS = [name for name, case in CASES.items() if not has_steps(case)]
 """Cases of which no value lies at the border of two codes, where rounding decides."""
-REFERENCED = [
-    name
-    for name in WITHOUT_STEPS
-    if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
-    and name != "infinigen-coded"
-    and not isinstance(CASES[name].codec, SplitCodec | LayerCodecs)
-]
-"""Cases that the plain reference knows; others have one of their own."""
 EVICTING_ONCE = [case.method for case in CASES.values() if isinstance(case.method, PromptEvicting)]
 TOO_SHORT = [method for method in EVICTING_ONCE if method.kept_tokens is None]
 TOO_SHORT += [case.method for case in CASES.values() if isinstance(case.method, RetroInfer)]
@@ -90,70 +76,13 @@ OF_OTHER_SHAPES = (
 )
 """Cases beside one of each method whose masks are of a union, or whose last tokens are exact."""
 
-every_referenced_case = pytest.mark.parametrize("name", REFERENCED)
-OTHER_FAMILIES = [(("llama", "opt")[number % 2], name) for number, name in enumerate(REFERENCED)]
-
-
-# Against the reference
-
-
-@cache
-def traced(model, name: str, ids: tuple[int, ...], prompt: int) -> plain.Trace:
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotation = calibration(getattr(config, "num_key_value_heads", 4), head_dim)["rotation"]
-    codec = CASES[name].codec and smooth
-    with torch.inference_mode():
-        lengths = {"final_length": len(ids), "prefill_len": prompt}
-        return plain.Reference(model, CASES[name].method, **lengths, rotation=rotation, codec=codec).run(list(ids))
-
-
-def trace(model, name: str, ids=None, prompt: int = PROMPT) -> plain.Trace:
-    """The reference's decode of one sequence, computed once."""
-    return traced(model, name, tuple(ids or token_ids(LENGTH)), prompt)
-
-
-@pytest.mark.parametrize(("family", "name"), [*(("gqa", name) for name in REFERENCED), *OTHER_FAMILIES])
-def test_replay_is_the_reference(family, name):
-    """Each in one more family beside that of grouped heads, the cases of a method in both others."""
-    model = tiny(family)
-    expected = trace(model, name)
-    assert expected.margin > WELL_APART, "these ids make a choice that rounding decides"
-    assert_close(run_one(model, CASES[name]).logits[0], expected.logits)
-
 
 @every_model
-def test_the_reference_of_full_is_the_model_itself(model):
+def test_the_full_cache_is_the_model_itself(model):
     ids = token_ids(LENGTH)
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0, PROMPT:]
-    assert_close(trace(model, "full").logits, expected)
-
-
-# Sizes
-
-
-@every_referenced_case
-def test_budgets_and_recall_are_the_plain_ones(tiny_gqa, name):
-    case = CASES[name]
-    multiplicity = [2, 1, 3]
-    reads = run_ragged(tiny_gqa, case, multiplicity=torch.tensor(multiplicity), measure_recall=True).reads
-    traces = [
-        trace(tiny_gqa, name, ids, prompt)
-        for ids, (prompt, _), times in zip(RAGGED_IDS, RAGGED, multiplicity, strict=True)
-        for _ in range(times)
-    ]
-    bits = 16 if case.codec is None else 4 + 32 / 16  # head_dim 16
-    assert reads.rows == sum(len(each.rows) for each in traces)
-    assert reads.budget == pytest.approx(plain.budget(traces, bits), abs=1e-9)
-    code_bits = 16 if case.codec is None else 4
-    # Below the root, rounding of the sums counts by its square root.
-    assert reads.budget_artifact == pytest.approx(plain.budget_artifact(traces, code_bits), abs=1e-7)
-    if case.codec is None:
-        assert reads.attention_recall == pytest.approx(plain.attention_recall(traces), abs=1e-5)
-    else:
-        assert reads.attention_recall is None
-    reads.check_fired()
+    assert_close(run_one(model, CASES["full"]).logits[0], expected)
 
 
 # Padding, chunks, calls
@@ -221,7 +150,7 @@ def test_one_causal_pass_over_all_columns_is_the_rows_alone(tiny_gqa, monkeypatc
 # Forks
 
 
-@pytest.mark.parametrize("name", [name for name in BATCHED if name in WIDE])
+@pytest.mark.parametrize("name", [name for name in BATCHED if name in (*WIDE, "residual-groups")])
 def test_a_fork_is_each_continuation_alone(tiny_gqa, name):
     """Contexts of two lengths; the first has three choices, of which two share rows, the second two."""
     contexts = [token_ids(20), token_ids(13, 1)]

@@ -35,8 +35,9 @@ from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from methods.streaming import Streaming
-from tests import reference as plain
+from tests.cases import Case
 from tests.living import tiny
+from tests.replaying import run_one
 from tests.runs import letters
 from tests.tokens import byte_tokenizer
 
@@ -111,10 +112,8 @@ def log_probs_of_model(model, ids: list[int]) -> torch.Tensor:
 
 
 def log_probs_of_method(model, method: Method, ids: list[int], prompt: int) -> torch.Tensor:
-    """Of the rows after the prompt, by the reference."""
-    with torch.inference_mode():
-        reference = plain.Reference(model, method, final_length=len(ids), prefill_len=prompt)
-        return reference.run(ids).logits.double().log_softmax(-1)
+    """Of the rows after the prompt, by a replay of this text alone."""
+    return run_one(model, Case(method), ids, prompt).logits[0].double().log_softmax(-1)
 
 
 def nll_of(log_probs: torch.Tensor, ids: list[int], first: int) -> list[float]:
