@@ -9,7 +9,6 @@ lm-eval logs.
 """
 
 import io
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -21,7 +20,7 @@ from lm_eval.evaluator import evaluate
 
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS
-from harness.data.task_plan import COMPLAINTS, Suite
+from harness.data.task_plan import Suite
 from harness.data.tasks import FEWSHOT_SEED, load_suite
 from harness.errors import UserError
 from harness.model.budgets import ReadStats
@@ -269,9 +268,5 @@ def run_task(task: Task, lm: ReplayLM) -> tuple[Metrics, Metrics, Samples]:
 @contextmanager
 def running_lm_eval() -> Iterator[None]:
     """Run lm-eval and the code of tasks without their progress bars."""
-    COMPLAINTS.stream = sys.stderr
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        COMPLAINTS.stream = None
+    with redirect_stderr(io.StringIO()):
+        yield

@@ -9,7 +9,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -110,7 +110,6 @@ class ReplayLM(ModelTexts):
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
         """As lm-eval's, noting which requests are choices of one document."""
-        self._refuse_thinking(requests)
         self._documents = [_document(request) for request in requests]
         for request in requests:
             self._planner.rows[_document(request)] = request.doc
@@ -124,11 +123,9 @@ class ReplayLM(ModelTexts):
         planned = self._planner.choices(self._documents, requests)
         self.requests += planned
         answers = []
-        scores = self.score(planned)
-        for (texts, _, _), asked_for, scored in zip(requests, planned, scores, strict=True):
+        for asked, scored in zip(planned, self.score(planned), strict=True):
+            self._note_read(asked.document, scored.needle)
             answers.append((scored.log_likelihood, scored.is_greedy))
-            self._note_read(asked_for.document, scored.needle)
-            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
 
     def loglikelihood_rolling(
@@ -136,18 +133,15 @@ class ReplayLM(ModelTexts):
     ) -> list[float]:
         """The log-likelihood of whole texts, in disjoint windows of the model's limit, each a
         sequence of its own behind the tokenizer's start."""
-        self._refuse_thinking(requests)
-        windows, planned = [], []
-        for instance in requests:
-            of_text = self._planner.windows(_document(instance), instance.args[0])
-            windows.append(of_text)
-            planned += of_text
+        of_texts = []
+        for request in requests:
+            of_texts.append(self._planner.windows(_document(request), request.args[0]))
+        planned = [*chain.from_iterable(of_texts)]
         self.requests += planned
         scores = iter(self.score(planned))
         answers = []
-        for request, text in zip(requests, windows, strict=True):
-            answers.append(sum(score.log_likelihood for score in islice(scores, len(text))))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+        for windows in of_texts:
+            answers.append(sum(score.log_likelihood for score in islice(scores, len(windows))))
         return answers
 
     @property
@@ -190,23 +184,13 @@ class ReplayLM(ModelTexts):
                 f"repeats={self.config.sampling.repeats}: task {requests[0].task_name} makes other "
                 "prompts each time it is asked; leave repeats out"
             )
-        remaining = {
-            document: iter(answers) for document, answers in self.written[self.repeat].items()
-        }
+        remaining = {}
+        for document, written in self.written[self.repeat].items():
+            remaining[document] = iter(written)
         answers = []
-        for request, asked in zip(requests, planned, strict=True):
-            tokens = next(remaining[asked.document]).tokens
-            answers.append(self.answer(tokens, asked.stops))
-            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+        for asked in planned:
+            answers.append(self.answer(next(remaining[asked.document]).tokens, asked.stops))
         return answers
-
-    def _refuse_thinking(self, requests: Sequence[Instance]) -> None:
-        """Of continuations and whole texts, before which no thinking comes."""
-        if requests and self.config.task.enable_thinking:
-            raise UserError(
-                f"enable_thinking=true: task {requests[0].task_name} scores texts, before which "
-                "no model thinks; leave it out, or choose tasks whose answers are generated"
-            )
 
     def _write(self, planned: Sequence[Request]) -> None:
         """Generate every repeat's answers in one go, so that all share the work on a prompt."""

@@ -90,8 +90,7 @@ def joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
 
     The standard error of a mean is over questions, each with its mean over repeats.
     `repeats_stderr` is that over repeats of the same questions: sample standard deviation /
-    sqrt(number of repeats). Where every answer is right or wrong, `pass@k` is there for k = 2, 4,
-    8, ... and the number of repeats.
+    sqrt(number of repeats).
     """
     if len(repeats) == 1:
         return repeats[0].metrics, repeats[0].by_question
@@ -112,25 +111,11 @@ def joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
         answers = [repeat.by_question[key] for repeat in repeats if key in repeat.by_question]
         if len(answers) < count:
             continue
-        totals = {question: sum(a[question] for a in answers) for question in answers[0]}
-        of_question = {key: {question: total / count for question, total in totals.items()}}
-        if all({*answer.values()} <= {0, 1} for answer in answers):
-            below = [2**power for power in range(1, (count - 1).bit_length())]
-            for k in [*below, count]:
-                passed = {}
-                for question, total in totals.items():
-                    passed[question] = pass_at(k, count, round(total))
-                of_question[f"{name}_pass@{k},{filtered}"] = passed
-        by_question |= of_question
-        metrics |= means(of_question, contexts)
-    return metrics, by_question
-
-
-def pass_at(k: int, count: int, right: int) -> float:
-    """Probability that one of k answers is right, where `right` of `count` were: 1 - C(count -
-    right, k) / C(count, k), the unbiased estimate of Chen et al. (2021, arXiv 2107.03374, equation
-    1)."""
-    return 1 - math.comb(count - right, k) / math.comb(count, k)
+        by_question[key] = {}
+        for question in answers[0]:
+            total = sum(answer[question] for answer in answers)
+            by_question[key][question] = total / count
+    return metrics | means(by_question, contexts), by_question
 
 
 def lengths_of(
