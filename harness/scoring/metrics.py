@@ -17,7 +17,7 @@ from lm_eval.api.task import Task
 from harness.data.ruler import facts, needle_of
 from harness.errors import shortened
 from harness.results.samples import clustered_stderr
-from harness.scoring.answers import Document, NeedleRead, Request
+from harness.scoring.answers import Document, Request
 from harness.scoring.question import QuestionFinder
 from harness.scoring.writing import Written
 
@@ -31,7 +31,6 @@ BESIDE_LETTERS = 60
 """Letters that it keeps of a context on either side of the needle."""
 ANSWER_LETTERS = 80
 """Letters that it keeps of a choice."""
-SHARE_DIGITS = 4
 OTHER_LENGTH = -1
 """Score of a question under the metric of another length, in a task of several lengths."""
 
@@ -182,14 +181,12 @@ def samples_of(
     requests: Mapping[int | None, Request],
     written: Sequence[Mapping[Document, Sequence[Written]]],
     *,
-    needles: Mapping[Document, Sequence[NeedleRead]],
     finder: QuestionFinder,
 ) -> Samples:
     """One entry a question, in lm-eval's order: enough to recompute the metrics and to look at what
     went wrong. With several repeats, whose first is the text, `repeats` has all of them.
 
-    requests: the first of each question, by its number. needles: what each answer's rows read of
-    the needle. finder: of questions in prompts.
+    requests: the first of each question, by its number. finder: of questions in prompts.
     """
     grouped: list[dict[int, list[Mapping[str, Any]]]] = []
     for repeat in repeats:
@@ -212,7 +209,6 @@ def samples_of(
         entry |= facts(task.task_name, answers[0]["doc"])
         if task.OUTPUT_TYPE != "loglikelihood_rolling":
             entry |= _texts(task, answers[0], finder)
-        entry |= _needle(needles.get((task.task_name, number), ()))
         samples.append(entry)
     return samples
 
@@ -232,19 +228,6 @@ def _texts(task: Task, sample: Mapping[str, Any], finder: QuestionFinder) -> dic
         shown = f"{'…' if first else ''}{around}{'…' if stop < len(context) else ''}"
     words = shortened(" ".join(question.split()), QUESTION_LETTERS)
     return {"question_text": words, "context_text": shown}
-
-
-def _needle(answers: Sequence[NeedleRead]) -> dict[str, float]:
-    """What the rows of a question's answers read of the needle; {} where that is not known."""
-    if not answers:
-        return {}
-    mean = sum(answer.mean for answer in answers) / len(answers)
-    most = sum(answer.most for answer in answers) / len(answers)
-    return {
-        "needle_tokens": answers[0].num_tokens,
-        "needle_read": round(mean, SHARE_DIGITS),
-        "needle_read_max": round(most, SHARE_DIGITS),
-    }
 
 
 def numbers_of(number: int, by_question: ByQuestion) -> dict[str, float]:

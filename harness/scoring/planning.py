@@ -1,5 +1,4 @@
-"""What lm-eval asks, as token requests: contexts that fit, where the dense prompt ends, and where
-the right answer stands."""
+"""What lm-eval asks, as token requests: contexts that fit, and where the dense prompt ends."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,7 +6,6 @@ from typing import Any, NamedTuple
 
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from harness.data.ruler import needle_of
 from harness.errors import UserError
 from harness.scoring.answers import Document, Request
 from harness.scoring.model_texts import ModelTexts
@@ -111,7 +109,6 @@ class Planner:
             final_length,
             document,
             max_new_tokens,
-            needle=self._needle(document, text, cut),
         )
 
     def in_turns(self, planned: list[Request]) -> list[Request]:
@@ -139,25 +136,8 @@ class Planner:
         cut = len(whole) - len(context)
         text = text.rstrip()  # as lm-eval encodes a context
         prefill_len = self._prefill_len(document, text, cut, len(context) - 1, final_length)
-        needle = self._needle(document, text, cut)
         ids = (*context, *continuation)
-        return Request(ids, len(context), prefill_len, final_length, document, needle=needle)
-
-    def _needle(self, document: Document, text: str, cut: int) -> tuple[int, int] | None:
-        """The tokens of the sentence that holds the answer, of a context, `cut` tokens of which
-        have been left out behind its start: the first, and the one after the last; None where they
-        are not all there."""
-        sentence = needle_of(document[0], self.rows.get(document)) or ""
-        begin = text.find(sentence)
-        if not sentence or begin < 0 or not self._texts.tokenizer.is_fast:
-            return None
-        end = begin + len(sentence)
-        tokens = []
-        for index, (start, stop) in enumerate(self._texts.spans(text)):
-            if stop > begin and start < end:
-                tokens.append(index - cut)
-        is_whole = tokens and tokens[0] >= len(self._texts.start)
-        return (tokens[0], tokens[-1] + 1) if is_whole else None
+        return Request(ids, len(context), prefill_len, final_length, document)
 
     def _fit(self, document: Document, context: list[int], most: int) -> list[int]:
         """The last `most` tokens of a context, its start among them, where that is allowed."""

@@ -355,8 +355,10 @@ def test_a_task_that_samples_by_its_own_yaml(folder, root, loaded):
     cold = run_tasks(settings("toy_warm", **about, sampling=SamplingConfig(temperature=0.0)), loaded)
     greedy = run_tasks(settings("toy_sums", **about), loaded)
     assert cold.metrics["toy_warm"] == greedy.metrics["toy_sums"], "temperature=0 comes before the task's"
-    with pytest.raises(UserError, match="^repeats=2: task toy_sampled joins 3 answers to a question by its own rule"):
-        run_tasks(settings("toy_sampled", **about, sampling=SamplingConfig(1.0, repeats=2)), loaded)
+    twice = run_tasks(settings("toy_sampled", **about, sampling=SamplingConfig(1.0, repeats=2)), loaded)
+    for sample in twice.samples["toy_sampled"]:
+        texts = [text for repeat in sample["repeats"] for text in (repeat["text"], *repeat["more_texts"])]
+        assert len(texts) == 6 and len({*texts}) == 6, "each answer has random numbers of its own"
 
 
 @pytest.mark.parametrize(("setting", "value"), [("temperature", 0.5), ("repeats", 2), ("top_k", 4)])
