@@ -111,8 +111,6 @@ class ReplayLM(ModelTexts):
         self._documents = [_document(request) for request in requests]
         for request in requests:
             self._planner.rows[_document(request)] = request.doc
-            if request.args[0].strip():
-                self._planner.with_prompt.add(_document(request))
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(

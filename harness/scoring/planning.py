@@ -44,13 +44,11 @@ class Planner:
 
     texts: the model's, whose `max_length` is the limit. truncate: a context beyond it loses its
     beginning behind the start token; else it is refused. rows: the document of each question.
-    with_prompt: those that are asked with a prompt. truncated: those whose context was cut.
-    first_cut: where the first prompt ends, in words.
+    truncated: those whose context was cut. first_cut: where the first prompt ends, in words.
     """
 
     def __init__(self, texts: ModelTexts, prefill: Prefill, *, truncate: bool) -> None:
         self.rows: dict[Document, Any] = {}
-        self.with_prompt: set[Document] = set()
         self.truncated: set[Document] = set()
         self.first_cut = ""
         self._texts = texts
@@ -163,8 +161,7 @@ class Planner:
         end = most
         if self._prefill.mode == "artifact":
             end = int(final_length * self._prefill.budget)
-        elif self._prefill.mode == "question" and (text or document not in self.with_prompt):
-            # acc_mutual_info asks for the choices alone, too: their prompt has no word to cut at.
+        elif self._prefill.mode == "question":
             end = self._question_token(document, text) - cut
             if end <= len(self._texts.start):
                 raise self._no_question(document, "nothing before the question is left")

@@ -9,13 +9,11 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import nltk
 import numpy as np
 import pytest
 from lm_eval.evaluator import simple_evaluate
@@ -210,20 +208,6 @@ def test_rows_depend_on_nothing_that_ran_before(task, tokenizer, capfd):
 def test_a_start_token_is_not_counted_and_stands_in_no_text():
     """As in RULER."""
     assert "<s>" not in make("ruler_qa_squad", 20_000, 1, 0, starting_tokenizer())[0]["input"]
-
-
-def test_importing_lm_evals_modules_asks_no_network(monkeypatch, capfd):
-    """nltk would download its rules of sentences, by which essays are split."""
-
-    words = SimpleNamespace(_categories=dict.fromkeys(("nouns", "adjectives", "verbs"), ["a"]))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: pytest.fail("a network was asked"))
-    monkeypatch.setitem(sys.modules, "wonderwords", SimpleNamespace(RandomWord=lambda: words))  # the true one is slow
-    for name in ("prepare_niah", "niah_utils"):
-        monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{name}", raising=False)
-    download = nltk.download
-    with contextlib.redirect_stdout(None):
-        assert ruler._module("niah_single_1").generate_samples.__globals__["WORDS"] == ["a-a"]
-    assert nltk.download is download
 
 
 # Tasks

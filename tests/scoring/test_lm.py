@@ -219,26 +219,11 @@ def test_refused_before_the_model_runs(message):
         getattr(lm, asked[0].request_type)(asked)
 
 
-def test_generation_kwargs_that_are_not_offered():
-    with pytest.raises(UserError, match="num_beams=10: .* allowed: 1"):
-        language_model().generate_until(texts("a", num_beams=10))
-
-
 def test_what_fits_is_taken():
     planned(choices([("c" * 510, " xy")]))
     question = ("a long beginning\n\nQ: who?\nA:", " you.")
     (request,) = planned(choices([question]), QUESTION, max_length=30, **CUT)
     assert TOKENIZER.decode(request.prompt) == " long beginning"
-
-
-@pytest.mark.parametrize("made", [starting_tokenizer, framing_tokenizer])
-def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one(made):
-    tokenizer = made()
-    lm, ids = language_model(tokenizer=tokenizer), TOKENIZER("ab")["input_ids"]
-    start = [tokenizer.bos_token_id]
-    assert lm.tok_encode("ab") == lm.tok_encode("<s>ab") == start + ids
-    assert lm.tok_encode("ab", add_special_tokens=False) == ids
-    assert (lm.prefix_token_id, lm.eot_token_id) == (1, 2)
 
 
 def test_a_model_that_takes_no_padding_answers_in_batches_of_one_length():
@@ -564,16 +549,6 @@ WARM = Sampling(0.9, top_p=0.95, top_k=50)
 def sampled(contexts, repeats: int = 1, seed: int = 3, **changes) -> list[Request]:
     asked = to_write(contexts, **changes)
     return [each._replace(sampling=WARM, seed=seed, repeat=repeat) for repeat in range(repeats) for each in asked]
-
-
-@pytest.mark.parametrize(("name", "prefill_len"), [("full", None), ("h2o", -9), ("kivi", None)])
-def test_a_sampled_text_is_the_same_alone_and_in_a_padded_batch(name, prefill_len):
-    requests = sampled(CONTEXTS, repeats=3, prefill_len=prefill_len)
-    together, reads = written(requests, name)
-    assert together == [answer(request, name) for request in requests]
-    assert together == written(requests[::-1], name)[0][::-1]
-    assert len({tuple(each) for each in together}) == len(requests), "no two questions or repeats are equal"
-    assert reads.rows == sum(request.num_rows for request in requests)
 
 
 def test_a_sampled_text_is_that_of_live_decoding():

@@ -1,17 +1,14 @@
 """Several questions to one cache, each as if it were the only one, and asked both ways: known, or not."""
 # ruff: noqa: F811, the fixture `loaded` is imported
 
-import json
 import random
 import statistics
-from pathlib import Path
 
 import pytest
 
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.results.samples import clustered_stderr
-from harness.run.cli import main
 from harness.run.compose import load
 from harness.scoring.answers import Request
 from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, run_turns
@@ -23,7 +20,6 @@ from methods.h2o import H2O
 from tests.cases import CASES
 from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
 from tests.living import setup_of, tiny
-from tests.runs import reading
 from tests.tokens import byte_tokenizer
 
 
@@ -160,14 +156,3 @@ def test_what_cannot_be_asked_in_turns(changes, of_task, said, told, loaded):
         run_turns(turns("toy_told", **told, **changes), loaded)
     with pytest.raises(UserError, match="^too_long=truncate: prefill=both would cut a context"):
         load(["experiment=turns", "too_long=truncate"])
-
-
-def test_the_table_has_both_ways_and_their_difference(loaded, monkeypatch, tmp_path):
-    line = ["experiment=turns", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
-    assert main(["method=h2o", *line]) == 0
-    page = Path("outputs/tables/turns.md").read_text()
-    headings = [f"kv_recall acc, {way} (%)" for way in ("question unknown", "question known", "unknown less known")]
-    places = [page.index(heading) for heading in headings]
-    assert places == sorted(places) and "budget where the question is known (%)" in page
-    (record,) = (json.loads(path.read_text()) for path in Path("outputs/runs/turns").glob("*/record.json"))
-    assert record["samples"]["kv_recall"][0].keys() >= {UNKNOWN, KNOWN, f"{LESS},acc"}
