@@ -307,7 +307,6 @@ def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch,
     resources = Resources()
     paths = list(all_runs.run_all(configs, resources=resources))
     assert [each["config"]["label"] for each in map(read, paths)] == labels
-    assert resources.load_s > 0, "as the child says"
     dense = {tuple(each["samples"]["dense_s"]) for each in map(read, paths)}
     assert len(dense) == 1 and len({*dense.pop()}) == 2, "a prefill for each repeat, in one process"
     monkeypatch.setattr(all_runs, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
