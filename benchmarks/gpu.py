@@ -82,9 +82,9 @@ def rates(part: str, device: torch.device, out: Path) -> Iterator[Rate]:
     num_bytes = 512 * MIB if on_gpu else MIB // 4
     if part == "pin":
         return pin_rates(device, 8 * num_bytes)
-    link = link_rate(out, device, None)
     if part == "gather":
-        return gather_rates(device, num_bytes, link.tuning)
+        return gather_rates(device, num_bytes)
+    link = link_rate(out, device, None)
     return link_rates(device, num_bytes, None if on_gpu else link.bytes_per_s)
 
 

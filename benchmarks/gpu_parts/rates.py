@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from harness.decode.links import open_link
-from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning
+from harness.decode.memory import PinnedSlab
 from harness.decode.store import Chosen, KVStore, RowFormat, indices
 from harness.settings.codecs import codec_named
 from harness.speed.link_rate import idle_s
@@ -61,11 +61,11 @@ def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) 
             yield Rate(" with ".join(ways), [moved / each for each in seconds], f"bytes {moved}")
 
 
-def gather_rates(device: torch.device, num_bytes: int, tuning: Tuning) -> Iterator[Rate]:
+def gather_rates(device: torch.device, num_bytes: int) -> Iterator[Rate]:
     """Of the gather of a fifth of `num_bytes` of slots, in order within a head as a selection is, by size of row."""
     for codec, head_dim in ROWS:
         heads = max(1, num_bytes // (CAPACITY * row_format(codec, head_dim).slot_bytes))
-        with host_store(device, heads, CAPACITY, head_dim, codec, tuning) as store:
+        with host_store(device, heads, CAPACITY, head_dim, codec) as store:
             kept = torch.rand(1, heads, CAPACITY, device=device).topk(KEPT).indices
             mask = torch.zeros(1, heads, CAPACITY, dtype=torch.bool, device=device).scatter_(-1, kept, True)
             rows = store.rows_in(store.new_buffer(KEPT), KEPT)[:, :, :KEPT]
@@ -101,14 +101,13 @@ def host_store(
     capacity: int,
     head_dim: int = HEAD_DIM,
     codec: str = "fp16",
-    tuning: Tuning = DEFAULT_TUNING,
 ) -> Iterator[KVStore]:
     """A store in host memory, page-locked under CUDA, freed at the end."""
     stored = row_format(codec, head_dim)
     slab = PinnedSlab(heads * capacity * stored.slot_bytes) if device.type == "cuda" else None
-    store = KVStore(
-        stored, batch=1, num_kv_heads=heads, capacity=capacity, placement="host", device=device, tuning=tuning
-    ).allocate(slab)
+    store = KVStore(stored, batch=1, num_kv_heads=heads, capacity=capacity, placement="host", device=device).allocate(
+        slab
+    )
     try:
         yield store
     finally:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import traceback
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from lm_eval.api.registry import model_registry
 
 from harness.api.interface import lm, load
 from harness.api.method_lm import MethodLM
-from harness.data.task_plan import COMPLAINTS
 from harness.errors import UserError, code_of_stop, exit_code, nearest, reason
 from harness.run.words import read
 from harness.settings.paths import PROGRAM
@@ -97,16 +95,12 @@ def main(argv: Sequence[str]) -> int:
     name. SystemExit is that of argparse: of --help, or of an unknown option.
     """
     model_registry.register(NAME, target=KVModel)
-    log = logging.getLogger("lm_eval")
-    log.removeHandler(COMPLAINTS)  # lm-eval's command shows its log
     sys.argv = [f"{PROGRAM} lm-eval", *argv]
     try:
         return exit_code(_evaluate)
     except KeyboardInterrupt as stop:
         print("interrupted", file=sys.stderr)
         return code_of_stop(stop)
-    finally:
-        log.addHandler(COMPLAINTS)
 
 
 def _evaluate() -> None:

@@ -94,8 +94,9 @@ class MethodLM(LM):
                 found = getattr(lm, request_type)([requests[number] for number in numbers])
             for number, answer in zip(numbers, found, strict=True):
                 answers[number] = answer
-            for line in lm.notes():
-                say(line)
+            ends = lm.where_prompts_end()
+            if ends is not None:
+                say(ends)
             self.reads[task] = self.reads.get(task, ReadStats()) + lm.reads
             budget = f"{lm.reads.budget:.1%} of the cache"
             say(f"{task}: {self.config.label} read {budget}")
@@ -105,7 +106,6 @@ class MethodLM(LM):
         """What answers the requests of one task."""
         lm = ReplayLM(self.config, self.loaded, task, prefill)
         lm.max_length = self.max_length
-        lm.set_cache_hook(self.cache_hook)
         return lm
 
     # Prompts, and what lm-eval notes about a model

@@ -8,6 +8,7 @@ seconds.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from harness.data.row_files import read_csv, read_json
 from harness.errors import UserError, refused
 from harness.model.source import refusal
 from harness.settings.config import RunConfig
@@ -85,10 +85,13 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
     in_yaml = (own.get("fewshot_config") or {}).get("samples")
     needs_rows = in_yaml is None or (own.get("fewshot_split") and not callable(in_yaml))
     split = example_split(own) or "train"
-    if own["num_fewshot"] and needs_rows and not len(source.rows.get(split, ())):
+    most = len(source.rows.get(split, ()))
+    if most and split == scored_split(own):
+        most -= 1  # the question itself is no example
+    if needs_rows and own["num_fewshot"] > most:
         raise UserError(
-            f"num_fewshot={own['num_fewshot']}: {task} has no rows of its split {split} in "
-            f"{source.name}; allowed: 0"
+            f"num_fewshot={own['num_fewshot']}: {task} has no rows for so many examples in split "
+            f"{split} of {source.name}; at most {most}"
         )
     return source
 
@@ -133,14 +136,11 @@ def _named_source(task: str, config: Mapping[str, Any]) -> Source:
 
     builder = _builder(config)
     files = _files_of(builder)
-    with _reading(config):
-        if builder.name == "json":
-            about = (template_fields(config), builder.config.field)
-            rows = {split: read_json(paths, *about) for split, paths in files.items()}
-        elif builder.name == "csv":
-            options = builder.config.pd_read_csv_kwargs
-            rows = {split: read_csv(paths, options) for split, paths in files.items()}
-        else:
+    if builder.name == "json" and builder.config.field is None:
+        fields = template_fields(config)
+        rows: Any = {split: read_json(paths, fields) for split, paths in files.items()}
+    else:
+        with _reading(config):
             rows = datasets.load_dataset(*_named(config), **hub_options(config))
     return Source(f"task {task}", rows, files)
 
@@ -153,6 +153,40 @@ def _read(split: str, paths: Sequence[Path], fields: Sequence[str]) -> Dataset:
     files = {split: [str(path) for path in paths]}
     with no_network(), refused(f"{paths[0]}: cannot be read"):
         return datasets.load_dataset("parquet", data_files=files, split=split)
+
+
+def read_json(paths: Sequence[Path], fields: Sequence[str] = ()) -> Dataset:
+    """The rows of JSON lines, or of lists of objects. Text stays text, whatever it looks like:
+    `datasets` itself would make times of days.
+
+    fields: that no row may lack, since a prompt would say None. Raises UserError, with the file and
+    the line or row, for no JSON, a row that lacks a field, and a column of several types.
+    """
+    import datasets
+
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        for number, row in enumerate(_parsed(path), 1):
+            lacking = [field for field in fields if row.get(field) is None]
+            if lacking:
+                raise UserError(f"{path}, row {number}: field {lacking[0]!r} is missing")
+            rows.append(row)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    with refused(f"{paths[0]}: a field has values of several types"):
+        return datasets.Dataset.from_dict(columns)
+
+
+def _parsed(path: Path) -> list[dict[str, Any]]:
+    with refused(f"{path}: cannot be read as a list of objects"):
+        text = path.read_bytes().strip()
+        if text.startswith(b"["):
+            return [dict(row) for row in json.loads(text)]
+    rows = []
+    for number, line in enumerate(text.split(b"\n"), 1):
+        with refused(f"{path}, line {number}: expected an object of JSON"):
+            rows.append(dict(json.loads(line)))
+    return rows
 
 
 # Files

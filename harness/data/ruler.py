@@ -42,8 +42,6 @@ ONE_NEEDLE = (*NEEDLES, "niah_single_2", "niah_single_3", "niah_multikey_1")
 """Tasks that ask for one needle, which is one sentence."""
 NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")
 """The key and the value of a needle."""
-TURNS = 8
-"""Questions to a context with `prefill=both`, where it has as many needles."""
 VT_EXAMPLE_TOKENS = 500
 """Tokens that the worked example of ruler_vt may take, its answer included."""
 FWE_LEAST_TOKENS = 200
@@ -83,12 +81,7 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     wanted = count // len(lengths)
     rows: list[TaskRow] = []
     for length in lengths:
-        of_length = _rows_that_fit(task, length, wanted, config.seed, loaded, max_gen_toks)
-        if config.prefill == "both" and task in ONE_NEEDLE:
-            contexts, of_length = of_length, []
-            for number, row in enumerate(contexts):
-                of_length += turns(row, f"{config.seed}/{number}")
-        rows += of_length[:wanted]
+        rows += _rows_that_fit(task, length, wanted, config.seed, loaded, max_gen_toks)
     metric = {"aggregation": "mean", "higher_is_better": True}
     return settings | {
         "task": task,
@@ -156,23 +149,6 @@ def _rows_that_fit(
     longest = max(num_tokens(text, loaded.tokenizer) for text in texts)
     check_limit(longest + (max_gen_toks or 0))
     return rows
-
-
-def turns(row: TaskRow, key: str) -> list[TaskRow]:
-    """A needle's row, and further ones that ask for other needles of its context: `TURNS`, or as
-    many as there are.
-
-    key: what the choice of needles is drawn from. lm-eval asks one question a context; here its
-    words stay, and the needle in them changes.
-    """
-    own = next(key for key, value in NEEDLE.findall(row["input"]) if value == row["outputs"][0])
-    context, marker, question = row["input"].rpartition("\nWhat")
-    others = [needle for needle in NEEDLE.findall(context) if needle[0] != own]
-    made = [row]
-    for other, value in random.Random(key).sample(others, min(len(others), TURNS - 1)):
-        changed = {"input": context + marker + question.replace(own, other), "outputs": [value]}
-        made.append(row | changed | {"gen_prefix": row["gen_prefix"].replace(own, other)})
-    return made
 
 
 def _score_all(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
@@ -305,27 +281,17 @@ def _least_tokens(task: str, length: int, tokenizer: Any) -> int:
     if task == "ruler_vt":
         example = _vt_example(module, tokenizer)
         worked = f"{example['input']} {' '.join(example['outputs'])}\n\n"
-        return num_tokens(worked, tokenizer) + _vt_tokens(module, tokenizer, noises=10)
+        text, answers = module.generate_input_output(10, num_chains=1, num_hops=4)
+        generated = module.CONFIG["variable_tracking"]["tokens_to_generate"]
+        return (
+            num_tokens(worked, tokenizer) + num_tokens(f"{text} {answers}", tokenizer) + generated
+        )
     return 0
 
 
 def _vt_example(module: Any, tokenizer: Any) -> TaskRow:
-    """The worked example of ruler_vt; UserError where lm-eval would not return. The generators must
-    be fresh."""
-    with restored():
-        shortest = _vt_tokens(module, tokenizer, noises=5, is_icl=True)
-    if shortest > VT_EXAMPLE_TOKENS:
-        raise UserError(
-            f"tasks=ruler_vt: its worked example takes {shortest} tokens with this tokenizer; "
-            f"lm-eval allows {VT_EXAMPLE_TOKENS} at any length"
-        )
+    """The worked example of ruler_vt. The generators must be fresh."""
     return module.sys_vartrack_w_noise_random(tokenizer, 1, VT_EXAMPLE_TOKENS, incremental=5)[0]
-
-
-def _vt_tokens(module: Any, tokenizer: Any, *, noises: int, is_icl: bool = False) -> int:
-    text, answers = module.generate_input_output(noises, num_chains=1, num_hops=4, is_icl=is_icl)
-    generated = module.CONFIG["variable_tracking"]["tokens_to_generate"]
-    return num_tokens(f"{text} {answers}", tokenizer) + generated
 
 
 def _module(task: str) -> Any:

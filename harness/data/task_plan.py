@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import redirect_stderr, redirect_stdout
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import lm_eval.tasks
 from lm_eval.api.group import Group
@@ -23,9 +23,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
-from tqdm import tqdm
 
-from harness.data import ruler, squad_metrics
+from harness.data import ruler
 from harness.data.rows import layout, names_files
 from harness.errors import UserError, nearest, refused
 from harness.files import cache_dir, replacing, text_sha256
@@ -33,16 +32,7 @@ from harness.model.shape import read_yaml
 from harness.settings.config import RunConfig
 from harness.settings.task_config import AIME_TASKS, OFFLINE_TASKS, RULER_TASKS, TASKS
 
-squad_metrics.provide()  # before any Python of a task is imported
-
-EXECUTE_NOTHING = (
-    "longproc_path_traversal",
-    "longproc_tom_tracking",
-    "longproc_html_to_tsv",
-    "longproc_travel_planning",
-)
-"""Beginnings of names of lm-eval's tasks that are marked as unsafe only because they share YAML
-with others: their metrics compare texts."""
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are of its own defaults
 NEEDS_MEDIA = "needs images or sound; models here read text"
 
 
@@ -228,8 +218,6 @@ class _Planner(TaskFactory):
                 config = self._load_full_config(entry, overrides)
         if getattr(config.get("class"), "MULTIMODAL", False):
             raise UserError(f"{where}{NEEDS_MEDIA}")
-        if self._executes_nothing(entry.name):
-            config["unsafe_code"] = False
         given, own = self._config.num_fewshot, config.get("num_fewshot")
         # As lm-eval: a task that says 0 keeps it, one that says nothing has none.
         config["num_fewshot"] = own or 0 if given is None or own == 0 else given
@@ -237,7 +225,7 @@ class _Planner(TaskFactory):
 
     def _why_not(self, name: str, task: Mapping[str, Any]) -> str | None:
         """Why a task with this YAML, functions unresolved, cannot run; None where it can."""
-        if task.get("unsafe_code") and not self._executes_nothing(name):
+        if task.get("unsafe_code"):
             return "executes the code that a model writes, which is not offered"
         if task.get("doc_to_image") or task.get("doc_to_audio"):
             return NEEDS_MEDIA
@@ -248,10 +236,6 @@ class _Planner(TaskFactory):
         if Leaf(name, dict(task)).makes_rows:
             return why_not
         return f"{why_not}, or data=local data.root=DIR with {layout(name, task)}"
-
-    def _executes_nothing(self, name: str) -> bool:
-        """Whether the mark of unsafe code does not mean this task of lm-eval."""
-        return name.startswith(EXECUTE_NOTHING) and name not in self._folder
 
     def _build_group(
         self,
@@ -286,39 +270,3 @@ def _name(value: Any) -> str:
     if not hasattr(value, "__qualname__"):
         return type(value).__name__
     return f"{Path(value.__module__).name}.{value.__qualname__}"  # lm-eval's module is its path
-
-
-# Warnings
-
-
-class Complaints(logging.Handler):
-    """Shows lm-eval's warnings, each once. stream: where; None: stderr, which is hidden for the
-    sake of progress bars while lm-eval runs."""
-
-    ON_PURPOSE = (
-        "is defined, but",  # a metric's default aggregation, or direction
-        "using preconfigured rule",  # for the split of examples
-        "Custom kwargs can be passed",
-        "No `until` specified",
-        "No `generation_kwargs` specified",
-        "but not using `output_type: generate_until`",
-    )
-    """Parts of warnings of defaults that are lm-eval's, and wanted."""
-    SHOWN = 300
-    """Characters of a warning; one quotes a whole row."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.stream: TextIO | None = None
-        self._shown: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = " ".join(record.getMessage().split())
-        if line not in self._shown and not any(part in line for part in self.ON_PURPOSE):
-            self._shown.add(line)
-            tqdm.write(f"lm-eval: {line[: self.SHOWN]}", file=self.stream or sys.stderr)
-
-
-COMPLAINTS = Complaints()
-logging.getLogger("lm_eval").addHandler(COMPLAINTS)
-logging.getLogger("lm_eval").propagate = False

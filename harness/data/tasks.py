@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
-from lm_eval.api.task import ConfigurableTask, Task
+from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from harness.data import aime, generated, graph_search, ruler
 from harness.data.rows import (
     Source,
     TaskRows,
-    example_split,
     from_hub,
     no_network,
     scored_split,
@@ -126,47 +125,19 @@ def _construct(own: dict[str, Any], config: RunConfig) -> Task:
 
 
 def _check_rows(task: Task, leaf: Leaf, source: Source, limit: int | None) -> None:
-    """Try prompt, choices and answer of the first `limit` rows that the task asks (None: all);
-    those that it shows as examples when drawn.
+    """Try prompt, choices and answer of the first `limit` rows that the task asks (None: all).
 
     Raises UserError for the first row of which no question can be made, or whose answer is none of
     its choices, by its file and number.
     """
-    settings = task.config.to_dict() if isinstance(task, ConfigurableTask) else {}
-    kinds: set[str] = set()
-
-    def problem_of(doc: Any, templates: Any = None) -> str | None:
-        try:
-            if _has_own_class(task):
-                kinds.update(_kinds_of_requests(task, doc))
-            return _unlabelled(task, doc, leaf.labels) or _unanswerable(task, doc, templates)
-        except Exception as error:  # a template's, or of the task's own Python
-            return f"no question can be made of it ({reason(error)})"
-
-    def refuse(problem: str, split: str | None, number: int) -> NoReturn:
-        raise UserError(f"{source.row(split, number)}: tasks={task.task_name}: {problem}")
-
     for number, doc in task.doc_iterator(limit=limit):
-        if problem := problem_of(doc):
-            refuse(problem, scored_split(settings), int(number))
-    if kinds == {"loglikelihood"}:  # lm-eval takes a class for one whose answers are texts
-        task.OUTPUT_TYPE = "multiple_choice"
-    sampler = getattr(task, "sampler", None)
-    if sampler is None:
-        return
-    draw, split = sampler.sample, example_split(settings)
-
-    def drawn(n: int, *args: Any, **kwargs: Any) -> Any:
-        what = f"{task.task_name} cannot draw its examples from split {split} in {source.name}"
-        with refused(f"num_fewshot={n}: {what}"):
-            found = draw(n, *args, **kwargs)
-        for doc in found:
-            if problem := problem_of(doc, task.fewshot_cfg):
-                number = next(at for at, other in enumerate(sampler.df) if other == doc)
-                refuse(problem, split, number)
-        return found
-
-    sampler.sample = drawn
+        try:
+            problem = _unlabelled(task, doc, leaf.labels) or _unanswerable(task, doc)
+        except Exception as error:  # a template's, or of the task's own Python
+            problem = f"no question can be made of it ({reason(error)})"
+        if problem:
+            row = source.row(scored_split(leaf.config), int(number))
+            raise UserError(f"{row}: tasks={task.task_name}: {problem}")
 
 
 def _unlabelled(task: Task, doc: Any, labels: Sequence[Any]) -> str | None:
@@ -180,33 +151,14 @@ def _unlabelled(task: Task, doc: Any, labels: Sequence[Any]) -> str | None:
     return None
 
 
-def _has_own_class(task: Task) -> bool:
-    """Whether Python code of its own makes a task's prompts and requests (`class` of its YAML)."""
-    return type(task) is not ConfigurableTask
-
-
-def _kinds_of_requests(task: Task, doc: Any) -> set[str]:
-    """The kinds of requests that a class makes of a row, such as `generate_until`."""
-    about = {"metadata": (task.task_name, 0, 1), "apply_chat_template": False}
-    made = task.construct_requests(doc, "", **about, chat_template=None)
-    requests = made if isinstance(made, list) else [made]
-    return {request.request_type for request in requests}
-
-
-def _unanswerable(task: Task, doc: Any, templates: Any) -> str | None:
-    """Why a row cannot be asked or judged. templates: of examples, where they have their own."""
-    own_class = _has_own_class(task)  # whose hooks may take the row alone
-
-    def made(name: str) -> Any:
-        hook = getattr(task, name)
-        return hook(doc) if own_class else hook(doc, templates and getattr(templates, name))
-
-    text, target = made("doc_to_text"), made("doc_to_target")
+def _unanswerable(task: Task, doc: Any) -> str | None:
+    """Why a row cannot be asked or judged."""
+    text, target = task.doc_to_text(doc), task.doc_to_target(doc)
     if text is None or target is None:
         return "lacks what its prompt or answer is made of"
-    if own_class or task.OUTPUT_TYPE != "multiple_choice":
+    if task.OUTPUT_TYPE != "multiple_choice":
         return None
-    choices = made("doc_to_choice")
+    choices = task.doc_to_choice(doc)
     if not all(isinstance(choice, str) and choice for choice in choices):
         return f"its choices are {choices!r}; must be texts, none of them empty"
     gold = text if task.multiple_input else target

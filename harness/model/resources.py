@@ -5,7 +5,6 @@ Made once a process and handed to each run. A run's numbers do not depend on wha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
 from shutil import disk_usage
 from tempfile import gettempdir
@@ -42,8 +41,7 @@ class Resources:
     windows, and texts decoded under the full cache, with which every method of a sweep is compared.
     prompts: the dense pass of the last timed shape. shares_prompts: several runs follow, as in a
     sweep, so that the passes over prompts are kept, in up to half of the free room for
-    temporary files; `end_sharing` drops them. load_s: seconds that loading has taken so far, and
-    the conversion of a new model.
+    temporary files; `end_sharing` drops them.
     """
 
     def __init__(self, loaded: LoadedModel | None = None) -> None:
@@ -52,7 +50,6 @@ class Resources:
         self.references: Memo = Memo()
         self.prompts: Memo = Memo(limit=1)
         self.shares_prompts = False
-        self.load_s = 0.0
 
     def model(self, config: ModelConfig) -> LoadedModel:
         """The model of `config`; runs with equal settings that follow one another share it."""
@@ -69,7 +66,6 @@ class Resources:
 
     def _loaded_by(self, config: ModelConfig) -> LoadedModel:
         if self._last is None or self._last[0] != config:
-            start = time.perf_counter()
             from harness.model.load import load_model
 
             # Free memory for the next model.
@@ -77,7 +73,6 @@ class Resources:
             self.references = Memo()
             self.prompts = Memo(limit=1)
             self._last = (config, load_model(config))
-            self.load_s += time.perf_counter() - start
         return self._last[1]
 
     def digest_in_memory(self) -> str | None:

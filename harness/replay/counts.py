@@ -24,9 +24,7 @@ class PassCounts(RowReads):
     With a GPU cache, rows of all KV heads: selected: rows chosen. loaded: by layer, those that
     were not on the device, and crossed the link.
     num_selecting: layers in which the method ran. errors: where they are measured, relative errors
-    of attention outputs by layer under the method, fp32 [batch, rows, heads]. needle_read: where
-    sequences have a needle, the share of its tokens that a row reads, mean over KV heads, by layer
-    under the method, fp64 [batch, rows].
+    of attention outputs by layer under the method, fp32 [batch, rows, heads].
     """
 
     def __init__(
@@ -38,7 +36,6 @@ class PassCounts(RowReads):
         self.loaded: dict[int, Tensor] = {}
         self.num_selecting = 0
         self.errors: dict[int, Tensor] = {}
-        self.needle_read: dict[int, Tensor] = {}
 
     def stats(self, weights: Tensor, *, measures_recall: bool) -> ReadStats:
         """Sums over the rows, each `weights` [batch, rows] times."""
@@ -83,14 +80,6 @@ class PassCounts(RowReads):
         for number, errors in self.errors.items():
             found[number] = errors[real.to(errors.device)].cpu()
         return found
-
-    def needle_shares(self) -> Tensor:
-        """`needle_read`, fp64 [layers under the method, batch, rows], on the device of `cached`; 1
-        of one layer where every layer reads everything. NaN for a sequence without a needle."""
-        if not self.needle_read:
-            return torch.ones_like(self.read)[None]
-        shares = [self.needle_read[number] for number in sorted(self.needle_read)]
-        return torch.stack(shares)
 
     def with_link(self, stats: ReadStats, weights: Tensor, policies: Sequence[Policy]) -> ReadStats:
         """`stats`, and what crosses the link with a GPU cache. policies: of all

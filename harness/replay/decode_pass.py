@@ -31,7 +31,7 @@ from harness.model.budgets import ReadStats
 from harness.model.passes import Handler
 from harness.replay.counts import PassCounts
 from harness.replay.history import RowsOnDevice
-from methods.attention import hide, log_sum_exp, num_true
+from methods.attention import hide, log_sum_exp
 from methods.base import EMPTY, QueryRows, Selection, State
 from methods.codecs.split import SplitCodec
 
@@ -237,8 +237,6 @@ class _Block:
         exact = None if self.codec is None else (key, value)
         selection = self._choose_tokens(exact)
         visible = None if selection.mask is None else self._visible(selection.mask)
-        if self.decode.session.needles is not None:
-            self._count_needle(visible, self.decode.session.needles)
         if visible is not None and self._gathers(selection, visible):
             output = self._attend_to_gathered(visible, exact)
             return heads_last(with_rest(output, selection.rest))
@@ -360,21 +358,6 @@ class _Block:
         visible[..., first:] &= ~self._hidden(first)[:, None]
         self._own(visible).fill_(True)
         return visible
-
-    def _count_needle(self, visible: Tensor | None, needles: Tensor) -> None:
-        """Count what the rows read of their sequence's needle. visible: as `_visible`; None is
-        everything. needles: as of the session."""
-        shares = self.counts.needle_read
-        number = self.policy.number
-        if number not in shares:
-            shares[number] = torch.ones_like(self.counts.read)
-        if visible is None:
-            return
-        first, stop = needles.to(self.tokens.device).T[:, :, None]
-        is_needle = (self.tokens >= first) & (self.tokens < stop)
-        read = num_true(visible & is_needle[:, None, None])  # [batch, 1 or num_kv_heads, rows]
-        share = read.double().mean(1) / (stop - first)
-        shares[number][:, self.rows] = share.to(shares[number].device)
 
     def _choose_tokens(self, exact: tuple[Tensor, Tensor] | None) -> Selection:
         """The tokens that the rows read besides themselves, whose number is counted."""

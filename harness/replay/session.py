@@ -47,11 +47,6 @@ class ReplaySession:
     It changes no number. gpu_cache: as in `LiveSession`; replay counts which rows would be on the
     device. It changes no logit. Raises ValueError where the method cannot work in so few layers,
     and in `prefill` where it cannot at these lengths.
-
-    needles: to be set before `decode`; int [batch, 2], the first of the tokens that hold a
-    sequence's answer and the one after the last, 0 and 0 where none is known. `decode` then sets
-    needle_read, the share of them that each of its rows read: fp64 [layers under the method, batch,
-    rows]. It is NaN where none is known, and 1, of one layer, under the full cache.
     """
 
     def __init__(
@@ -80,8 +75,6 @@ class ReplaySession:
         self.measure_recall = measure_recall and self.codec is None
         self.measure_errors = measure_errors
         self.errors: list[Tensor] = []
-        self.needles: Tensor | None = None
-        self.needle_read: Tensor | None = None
         self.rows_per_block = rows_per_block
         self.gpu_cache = gpu_cache
         self.rooms: list[int] | None = None
@@ -161,8 +154,6 @@ class ReplaySession:
         resident_sum = float(weights.sum(1).cpu() @ resident)
         stats = rows.stats(weights)
         self.reads += self._constants() + replace(stats, resident_sum=resident_sum)
-        if self.needles is not None:
-            self.needle_read = rows.counts.needle_shares()
         if self.measure_errors:
             self.errors.append(rows.counts.attention_errors(valid))
         return hidden
@@ -188,9 +179,6 @@ class ReplaySession:
         child = copy(self)
         child.reads = self._constants()
         child.errors = []
-        child.needle_read = None
-        if self.needles is not None:
-            child.needles = self.needles[index.to(self.needles.device)]
         child.final_lengths = self.final_lengths[index]
         child.states = {}
         for device, state in self.states.items():

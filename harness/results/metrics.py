@@ -142,21 +142,18 @@ WAYS = {
 def quantity(metric: str) -> Metric:
     """What a metric's values are.
 
-    A filter, as in `exact_match,strict-match`, is added to the heading, and so are pass@k and one
-    of `WAYS`. RULER's metrics are lengths in tokens. An unknown metric is its own heading.
+    A filter, as in `exact_match,strict-match`, is added to the heading, and so is one of `WAYS`.
+    RULER's metrics are lengths in tokens. An unknown metric is its own heading.
     """
     name, _, filtered = metric.partition(",")
     if name in WAYS:
         of_way = quantity(filtered)
         return of_way._replace(name=metric, words=f"{of_way.words}, {WAYS[name]}")
-    name, _, num_answers = name.partition("_pass@")
     if name.isdecimal():
         known = Metric(name, f"right at {int(name):,} tokens", PERCENT, 1)
     else:
         known = METRICS.get(name, Metric(name, name, NUMBER, 3))
     words = known.words
-    if num_answers:
-        words += f", pass@{num_answers}"
     if filtered:
         words += f", {filtered}"
     return known._replace(name=metric, words=words)

@@ -31,7 +31,7 @@ from harness.files import HeldError, holding
 from harness.model.resources import Resources
 from harness.run import kinds, runner
 from harness.run.runner import Run, fail, is_held, relabel, require_devices
-from harness.scoring.progress import bar, pass_over
+from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ def run_all(
     spent: defaultdict[str, float] = defaultdict(float)  # seconds by experiment
     failures: list[tuple[str, Exception]] = []
     put_off: list[Run] = []
-    with bar(total=len(todo), unit="run", dynamic_ncols=True, lines_every_s=0) as progress:
+    with bar(total=len(todo), unit="run", dynamic_ncols=True) as progress:
         while todo:
             held: list[Run] = []
             for group in groups(todo, lambda run: run.config):
@@ -115,10 +115,9 @@ def run_all(
                 outcomes = _outcomes(begun, resources)
                 for run in begun:
                     progress.set_description(run.title)
-                    start, loaded_s = time.perf_counter(), resources.load_s
+                    start = time.perf_counter()
                     outcome = next(outcomes)
                     spent[run.config.experiment] += time.perf_counter() - start
-                    pass_over(progress, resources.load_s - loaded_s)  # which the next runs share
                     if isinstance(outcome, HeldError):
                         held.append(run)
                         continue
@@ -202,8 +201,7 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
                 run = todo.pop(0)
                 try:
                     pipe.send(run)
-                    outcome, load_s = pipe.recv()
-                    resources.load_s += load_s
+                    outcome = pipe.recv()
                 except (EOFError, OSError):
                     child.join(STOP_S)
                     outcome = why_it_died(run, child.exitcode)
@@ -236,11 +234,10 @@ def _child(pipe: Connection) -> None:
     resources = Resources()
     while True:
         run = pipe.recv()
-        resources.load_s = 0
         outcome = _outcome(run, resources)
         if isinstance(outcome, Exception) and not isinstance(outcome, HeldError):
             outcome = sendable(outcome)
-        pipe.send((outcome, resources.load_s))
+        pipe.send(outcome)
 
 
 def _end_with_parent() -> None:

@@ -60,9 +60,7 @@ class Request(NamedTuple):
     document: requests of one document are the choices of one question. max_new_tokens: 0 where a
     continuation is scored. stops: texts that end the answer once it holds one. sampling: how the
     answer's tokens are chosen, by random numbers made from `seed`, the question's number and
-    `repeat`. settings: further arguments of transformers' `generate`, as JSON. needle: the first of
-    the context's tokens that hold the right answer, and the one after the last; None where the task
-    does not know them.
+    `repeat`. settings: further arguments of transformers' `generate`, as JSON.
     """
 
     ids: tuple[int, ...]
@@ -76,7 +74,6 @@ class Request(NamedTuple):
     settings: str = "{}"
     seed: int = 0
     repeat: int = 0
-    needle: tuple[int, int] | None = None
 
     @property
     def key(self) -> str:
@@ -100,34 +97,12 @@ class Request(NamedTuple):
         return self.ids[self.prefill_len :][: self.num_rows]
 
 
-class NeedleRead(NamedTuple):
-    """The share of a needle's tokens that the decode rows which score an answer read.
-
-    A layer's share is the mean over these rows and the KV heads. mean, most: of the shares of the
-    layers under the method, the mean and the largest; 1 under the full cache.
-    """
-
-    num_tokens: int
-    mean: float
-    most: float
-
-
-def needle_read(request: Request, of_layers: Tensor) -> NeedleRead | None:
-    """of_layers: shares of each layer's rows, [layers, rows]. None where there is no needle."""
-    if request.needle is None:
-        return None
-    first, stop = request.needle
-    shares = of_layers.mean(1)
-    return NeedleRead(stop - first, float(shares.mean()), float(shares.max()))
-
-
 class Score(NamedTuple):
-    """Sum of a continuation's token log-probabilities in nats, whether greedy decoding would
-    produce it, and what was read of the needle, None where none is known."""
+    """Sum of a continuation's token log-probabilities in nats, and whether greedy decoding would
+    produce it."""
 
     log_likelihood: float
     is_greedy: bool
-    needle: NeedleRead | None = None
 
 
 # Shared work
@@ -220,15 +195,12 @@ class PromptBatch:
         """Fork the prompts to `branches` and decode the rows that each one's requests share.
 
         more_columns: room for rows that follow. Returns the session, which has read these rows
-        only and knows the needles, and hidden states [branches, 1 + longest, hidden_size], the
-        prompt's last row before the shared ones.
+        only, and hidden states [branches, 1 + longest, hidden_size], the prompt's last row before
+        the shared ones.
         """
         parents = self.tensor([parent for parent, _ in branches])
         shared, valid = pad([branch.shared for _, branch in branches], self.device)
         session = self.root.fork(parents, self.num_columns + shared.shape[1] + more_columns)
-        needles = [self.requests[branch.requests[0]].needle for _, branch in branches]
-        if any(needles):
-            session.needles = self.tensor([needle or (0, 0) for needle in needles])
         hidden = [self.last_hidden[parents]]
         if shared.shape[1]:
             counts = self.tensor([len(branch.requests) for _, branch in branches])
@@ -338,12 +310,10 @@ def score(
 
 class _Decoded(NamedTuple):
     """Rows of requests. hidden: final states [rows, hidden_size]. addresses: the rows of each
-    request, by index, from the last one of its prompt on. needle_read: of each request, what its
-    decode rows read of its needle, in parts [layers, rows]; none where no request has a needle."""
+    request, by index, from the last one of its prompt on."""
 
     hidden: Tensor
     addresses: dict[int, list[int]]
-    needle_read: dict[int, list[Tensor]]
     reads: ReadStats
 
 
@@ -352,12 +322,10 @@ def _decode_choices(batch: PromptBatch, branches: Sequence[tuple[int, Branch]]) 
     trunk, hidden = batch.decode_shared(branches)
     reads = trunk.reads
     blocks: list[Tensor] = []
-    shares: dict[int, list[Tensor]] = defaultdict(list)
     addresses: dict[int, list[int]] = defaultdict(list)
 
     def add(
         hidden: Tensor,
-        session: ReplaySession,
         owners: Iterable[tuple[Sequence[int], int]],
         num_dense: int = 0,
     ) -> None:
@@ -365,15 +333,13 @@ def _decode_choices(batch: PromptBatch, branches: Sequence[tuple[int, Branch]]) 
         rows of the prompt and of these rows."""
         start = sum(map(len, blocks))
         blocks.append(hidden.flatten(0, 1))
-        for sequence, (members, count) in enumerate(owners):
+        for members, count in owners:
             for index in members:
                 addresses[index] += range(start, start + num_dense + count)
-                if session.needle_read is not None:
-                    shares[index].append(session.needle_read[:, sequence, :count])
             start += hidden.shape[1]
 
     of_branches = [(branch.requests, len(branch.shared)) for _, branch in branches]
-    add(hidden, trunk, of_branches, num_dense=1)
+    add(hidden, of_branches, num_dense=1)
     # (branch, request, own rows), in groups in which none has twice the rows of another: little
     # padding, few forwards.
     groups: dict[int, list[tuple[int, int, Sequence[int]]]] = defaultdict(list)
@@ -386,9 +352,9 @@ def _decode_choices(batch: PromptBatch, branches: Sequence[tuple[int, Branch]]) 
         ids, valid = pad([own for _, _, own in group], batch.device)
         parents = batch.tensor([at for at, _, _ in group])
         tips = trunk.fork(parents, trunk.history.length + ids.shape[1])
-        add(tips.decode(ids, valid), tips, [([index], len(own)) for _, index, own in group])
+        add(tips.decode(ids, valid), [([index], len(own)) for _, index, own in group])
         reads += tips.reads
-    return _Decoded(torch.cat(blocks), addresses, shares, reads)
+    return _Decoded(torch.cat(blocks), addresses, reads)
 
 
 def _read_off(
@@ -421,9 +387,5 @@ def _read_off(
     sums, all_greedy = log_probs.double().split(lengths), greedy.split(lengths)
     scores = {}
     for index, total, same in zip(targets, sums, all_greedy, strict=True):
-        needle = None
-        if index in decoded.needle_read:
-            of_rows = torch.cat(decoded.needle_read[index], 1)
-            needle = needle_read(requests[index], of_rows[:, -len(total) :])
-        scores[index] = Score(float(total.sum()), bool(same.all()), needle)
+        scores[index] = Score(float(total.sum()), bool(same.all()))
     return scores

@@ -9,7 +9,6 @@ lm-eval logs.
 """
 
 import io
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -21,7 +20,7 @@ from lm_eval.evaluator import evaluate
 
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS
-from harness.data.task_plan import COMPLAINTS, Suite
+from harness.data.task_plan import Suite
 from harness.data.tasks import FEWSHOT_SEED, load_suite
 from harness.errors import UserError
 from harness.model.budgets import ReadStats
@@ -171,22 +170,14 @@ def _both_ways(
 
 
 def _check_sampling(config: RunConfig, tasks: Iterable[Task]) -> None:
-    """Raise UserError for settings of sampling that no task can follow."""
-    asked = config.sampling
-    generating = [task for task in tasks if _generates(task)]
-    plain = {"temperature": 0, "top_p": 1, "top_k": 1, "repeats": 1}
-    for name in plain if not generating else ():
-        value = getattr(asked, name)
-        if value not in (None, plain[name]):
+    """Raise UserError for settings of sampling where no answer is generated."""
+    if any(_generates(task) for task in tasks):
+        return
+    for name, plain in {"temperature": 0, "top_p": 1, "top_k": 1, "repeats": 1}.items():
+        value = getattr(config.sampling, name)
+        if value not in (None, plain):
             names = ", ".join(config.tasks)
             raise UserError(f"{name}={value}: no answer of {names} is generated; leave it out")
-    for task in generating:
-        own = task.config.repeats
-        if asked.repeats > 1 and own > 1:
-            raise UserError(
-                f"repeats={asked.repeats}: task {task.task_name} joins {own} answers to a question "
-                "by its own rule (repeats in its YAML); leave repeats out"
-            )
 
 
 def _generates(task: Task) -> bool:
@@ -247,16 +238,15 @@ def run_task(task: Task, lm: ReplayLM) -> tuple[Metrics, Metrics, Samples]:
             )
             logged = results["samples"][name]
             repeats.append(measured(results["results"][name], logged))
-    for line in lm.notes():
-        say(line)
+    ends = lm.where_prompts_end()
+    if ends is not None:
+        say(ends)
     found, by_question = joined(repeats)
     for_group = {key: value for key, value in found.items() if value is not None}
     of_lengths, lengths = lengths_of(lm.written, repeats[0].contexts)
     found, by_question = found | of_lengths, by_question | lengths
     first = {request.document[1]: request for request in reversed(lm.requests)}
-    samples = samples_of(
-        task, repeats, by_question, first, lm.written, needles=lm.needles, finder=lm.prefill.finder
-    )
+    samples = samples_of(task, repeats, by_question, first, lm.written, finder=lm.prefill.finder)
     metrics = {plain_name(key): value for key, value in found.items()}
     metrics |= {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
     if config.task.too_long == "truncate":
@@ -269,9 +259,5 @@ def run_task(task: Task, lm: ReplayLM) -> tuple[Metrics, Metrics, Samples]:
 @contextmanager
 def running_lm_eval() -> Iterator[None]:
     """Run lm-eval and the code of tasks without their progress bars."""
-    COMPLAINTS.stream = sys.stderr
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        COMPLAINTS.stream = None
+    with redirect_stderr(io.StringIO()):
+        yield

@@ -9,7 +9,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -22,7 +22,7 @@ from harness.model.budgets import ReadStats
 from harness.model.generation import Settings
 from harness.model.load import LoadedModel
 from harness.replay.setup import prepare
-from harness.scoring.answers import Document, NeedleRead, Request, Score, score
+from harness.scoring.answers import Document, Request, Score, score
 from harness.scoring.model_texts import ModelTexts
 from harness.scoring.planning import Encoded, Planner, Prefill
 from harness.scoring.progress import bar, say
@@ -50,8 +50,7 @@ class ReplayLM(ModelTexts):
     After a run `requests` holds the token requests in the order in which lm-eval asked, one type
     after another; a text that was scored whole has one for each of its windows. `reads` are those
     of all answers, and `method` is that of the last ones, its budget met. `written` holds the
-    generated answers of each question, one list for each repeat. `needles` holds, for each question
-    of a task that knows where its answer stands, what the rows of each of its answers read of it.
+    generated answers of each question, one list for each repeat.
 
     With several repeats `evaluate` asks once for each: the first time all answers are generated,
     and `repeat` says which are returned.
@@ -68,7 +67,6 @@ class ReplayLM(ModelTexts):
         self.reads = ReadStats()
         self.repeat = 0
         self.written: list[dict[Document, list[Written]]] = []
-        self.needles: dict[Document, list[NeedleRead]] = defaultdict(list)
         self._bar_file = sys.stderr  # which is hidden while lm-eval asks
         self._settings = Settings(loaded.model, {})
         self._planned: list[Request] = []
@@ -110,12 +108,9 @@ class ReplayLM(ModelTexts):
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
         """As lm-eval's, noting which requests are choices of one document."""
-        self._refuse_thinking(requests)
         self._documents = [_document(request) for request in requests]
         for request in requests:
             self._planner.rows[_document(request)] = request.doc
-            if request.args[0].strip():
-                self._planner.with_prompt.add(_document(request))
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
@@ -123,31 +118,22 @@ class ReplayLM(ModelTexts):
     ) -> list[tuple[float, bool]]:
         planned = self._planner.choices(self._documents, requests)
         self.requests += planned
-        answers = []
-        scores = self.score(planned)
-        for (texts, _, _), asked_for, scored in zip(requests, planned, scores, strict=True):
-            answers.append((scored.log_likelihood, scored.is_greedy))
-            self._note_read(asked_for.document, scored.needle)
-            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
-        return answers
+        return [(scored.log_likelihood, scored.is_greedy) for scored in self.score(planned)]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
         """The log-likelihood of whole texts, in disjoint windows of the model's limit, each a
         sequence of its own behind the tokenizer's start."""
-        self._refuse_thinking(requests)
-        windows, planned = [], []
-        for instance in requests:
-            of_text = self._planner.windows(_document(instance), instance.args[0])
-            windows.append(of_text)
-            planned += of_text
+        of_texts = []
+        for request in requests:
+            of_texts.append(self._planner.windows(_document(request), request.args[0]))
+        planned = [*chain.from_iterable(of_texts)]
         self.requests += planned
         scores = iter(self.score(planned))
         answers = []
-        for request, text in zip(requests, windows, strict=True):
-            answers.append(sum(score.log_likelihood for score in islice(scores, len(text))))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+        for windows in of_texts:
+            answers.append(sum(score.log_likelihood for score in islice(scores, len(windows))))
         return answers
 
     @property
@@ -161,21 +147,15 @@ class ReplayLM(ModelTexts):
         continuation of one, or of one token that is generated."""
         return sum(request.num_rows == 0 for request in self.requests)
 
-    def notes(self) -> list[str]:
-        """Lines that a run says of its prompts."""
-        lines = []
-        if self._planner.first_cut:
-            cut = [request for request in self.requests if request.context_len > 1]
-            dense = [request.prefill_len for request in cut]
-            whole = [request.context_len for request in cut]
-            lines.append(
-                f"{self.task}: the dense prompt ends before the question, after "
-                f"{_span(dense)} of {_span(whole)} tokens; {self._planner.first_cut}"
-            )
-        if self.num_dense:
-            of_all = f"{self.num_dense} of {len(self.requests)} requests leave no decode row"
-            lines.append(f"{self.task}: {of_all}; they are scored densely, as by the full cache")
-        return lines
+    def where_prompts_end(self) -> str | None:
+        """A line that says where the dense prompts end; None where they hold the question."""
+        if not self._planner.first_cut:
+            return None
+        cut = [request for request in self.requests if request.context_len > 1]
+        dense = _span([request.prefill_len for request in cut])
+        whole = _span([request.context_len for request in cut])
+        ends = f"{self.task}: the dense prompt ends before the question, after {dense} of {whole}"
+        return f"{ends} tokens; {self._planner.first_cut}"
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Answers, cut at the first stop string. A question that is asked n times has n answers of
@@ -190,23 +170,13 @@ class ReplayLM(ModelTexts):
                 f"repeats={self.config.sampling.repeats}: task {requests[0].task_name} makes other "
                 "prompts each time it is asked; leave repeats out"
             )
-        remaining = {
-            document: iter(answers) for document, answers in self.written[self.repeat].items()
-        }
+        remaining = {}
+        for document, written in self.written[self.repeat].items():
+            remaining[document] = iter(written)
         answers = []
-        for request, asked in zip(requests, planned, strict=True):
-            tokens = next(remaining[asked.document]).tokens
-            answers.append(self.answer(tokens, asked.stops))
-            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+        for asked in planned:
+            answers.append(self.answer(next(remaining[asked.document]).tokens, asked.stops))
         return answers
-
-    def _refuse_thinking(self, requests: Sequence[Instance]) -> None:
-        """Of continuations and whole texts, before which no thinking comes."""
-        if requests and self.config.task.enable_thinking:
-            raise UserError(
-                f"enable_thinking=true: task {requests[0].task_name} scores texts, before which "
-                "no model thinks; leave it out, or choose tasks whose answers are generated"
-            )
 
     def _write(self, planned: Sequence[Request]) -> None:
         """Generate every repeat's answers in one go, so that all share the work on a prompt."""
@@ -227,9 +197,7 @@ class ReplayLM(ModelTexts):
         for _ in range(self.config.sampling.repeats):
             of_repeat: dict[Document, list[Written]] = defaultdict(list)
             for request in planned:
-                answer = next(answers)
-                of_repeat[request.document].append(answer)
-                self._note_read(request.document, answer.needle)
+                of_repeat[request.document].append(next(answers))
             self.written.append(of_repeat)
 
     def _sampling_of(self, given: Mapping[str, Any]) -> Sampling:
@@ -278,10 +246,6 @@ class ReplayLM(ModelTexts):
             if sampling == GREEDY
             else asked._replace(sampling=sampling, seed=self.config.seed)
         )
-
-    def _note_read(self, document: Document, needle: NeedleRead | None) -> None:
-        if needle is not None:
-            self.needles[document].append(needle)
 
 
 def _document(request: Instance) -> Document:

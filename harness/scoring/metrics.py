@@ -17,7 +17,7 @@ from lm_eval.api.task import Task
 from harness.data.ruler import facts, needle_of
 from harness.errors import shortened
 from harness.results.samples import clustered_stderr
-from harness.scoring.answers import Document, NeedleRead, Request
+from harness.scoring.answers import Document, Request
 from harness.scoring.question import QuestionFinder
 from harness.scoring.writing import Written
 
@@ -31,7 +31,6 @@ BESIDE_LETTERS = 60
 """Letters that it keeps of a context on either side of the needle."""
 ANSWER_LETTERS = 80
 """Letters that it keeps of a choice."""
-SHARE_DIGITS = 4
 OTHER_LENGTH = -1
 """Score of a question under the metric of another length, in a task of several lengths."""
 
@@ -90,8 +89,7 @@ def joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
 
     The standard error of a mean is over questions, each with its mean over repeats.
     `repeats_stderr` is that over repeats of the same questions: sample standard deviation /
-    sqrt(number of repeats). Where every answer is right or wrong, `pass@k` is there for k = 2, 4,
-    8, ... and the number of repeats.
+    sqrt(number of repeats).
     """
     if len(repeats) == 1:
         return repeats[0].metrics, repeats[0].by_question
@@ -112,25 +110,11 @@ def joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
         answers = [repeat.by_question[key] for repeat in repeats if key in repeat.by_question]
         if len(answers) < count:
             continue
-        totals = {question: sum(a[question] for a in answers) for question in answers[0]}
-        of_question = {key: {question: total / count for question, total in totals.items()}}
-        if all({*answer.values()} <= {0, 1} for answer in answers):
-            below = [2**power for power in range(1, (count - 1).bit_length())]
-            for k in [*below, count]:
-                passed = {}
-                for question, total in totals.items():
-                    passed[question] = pass_at(k, count, round(total))
-                of_question[f"{name}_pass@{k},{filtered}"] = passed
-        by_question |= of_question
-        metrics |= means(of_question, contexts)
-    return metrics, by_question
-
-
-def pass_at(k: int, count: int, right: int) -> float:
-    """Probability that one of k answers is right, where `right` of `count` were: 1 - C(count -
-    right, k) / C(count, k), the unbiased estimate of Chen et al. (2021, arXiv 2107.03374, equation
-    1)."""
-    return 1 - math.comb(count - right, k) / math.comb(count, k)
+        by_question[key] = {}
+        for question in answers[0]:
+            total = sum(answer[question] for answer in answers)
+            by_question[key][question] = total / count
+    return metrics | means(by_question, contexts), by_question
 
 
 def lengths_of(
@@ -197,14 +181,12 @@ def samples_of(
     requests: Mapping[int | None, Request],
     written: Sequence[Mapping[Document, Sequence[Written]]],
     *,
-    needles: Mapping[Document, Sequence[NeedleRead]],
     finder: QuestionFinder,
 ) -> Samples:
     """One entry a question, in lm-eval's order: enough to recompute the metrics and to look at what
     went wrong. With several repeats, whose first is the text, `repeats` has all of them.
 
-    requests: the first of each question, by its number. needles: what each answer's rows read of
-    the needle. finder: of questions in prompts.
+    requests: the first of each question, by its number. finder: of questions in prompts.
     """
     grouped: list[dict[int, list[Mapping[str, Any]]]] = []
     for repeat in repeats:
@@ -227,7 +209,6 @@ def samples_of(
         entry |= facts(task.task_name, answers[0]["doc"])
         if task.OUTPUT_TYPE != "loglikelihood_rolling":
             entry |= _texts(task, answers[0], finder)
-        entry |= _needle(needles.get((task.task_name, number), ()))
         samples.append(entry)
     return samples
 
@@ -247,19 +228,6 @@ def _texts(task: Task, sample: Mapping[str, Any], finder: QuestionFinder) -> dic
         shown = f"{'…' if first else ''}{around}{'…' if stop < len(context) else ''}"
     words = shortened(" ".join(question.split()), QUESTION_LETTERS)
     return {"question_text": words, "context_text": shown}
-
-
-def _needle(answers: Sequence[NeedleRead]) -> dict[str, float]:
-    """What the rows of a question's answers read of the needle; {} where that is not known."""
-    if not answers:
-        return {}
-    mean = sum(answer.mean for answer in answers) / len(answers)
-    most = sum(answer.most for answer in answers) / len(answers)
-    return {
-        "needle_tokens": answers[0].num_tokens,
-        "needle_read": round(mean, SHARE_DIGITS),
-        "needle_read_max": round(most, SHARE_DIGITS),
-    }
 
 
 def numbers_of(number: int, by_question: ByQuestion) -> dict[str, float]:

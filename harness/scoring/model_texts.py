@@ -44,8 +44,6 @@ class ModelTexts(TemplateLM):
         today = datetime.fromisoformat(about.chat_date)
         self._clock = SimpleNamespace(now=lambda: today)
         self._think_end_token = about.think_end_token
-        if isinstance(self._think_end_token, str) and self._think_end_token.isdigit():
-            self._think_end_token = int(self._think_end_token)  # as `HFLM` reads it
 
     @property
     def eot_token_id(self) -> int:
@@ -119,11 +117,5 @@ class ModelTexts(TemplateLM):
 
     def answer(self, tokens: Sequence[int], stops: Sequence[str]) -> str:
         """The text of an answer, without the thinking before it and from a stop on."""
-        end = self._think_end_token
-        if isinstance(end, int) and end in tokens:
-            last = len(tokens) - 1 - tokens[::-1].index(end)
-            tokens = tokens[last + 1 :]
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        if isinstance(end, int):
-            text, end = text.lstrip(), None
-        return postprocess_generated_text(text, list(stops), end)
+        return postprocess_generated_text(text, list(stops), self._think_end_token)

@@ -1,5 +1,4 @@
-"""What lm-eval asks, as token requests: contexts that fit, where the dense prompt ends, and where
-the right answer stands."""
+"""What lm-eval asks, as token requests: contexts that fit, and where the dense prompt ends."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,7 +6,6 @@ from typing import Any, NamedTuple
 
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from harness.data.ruler import needle_of
 from harness.errors import UserError
 from harness.scoring.answers import Document, Request
 from harness.scoring.model_texts import ModelTexts
@@ -46,13 +44,11 @@ class Planner:
 
     texts: the model's, whose `max_length` is the limit. truncate: a context beyond it loses its
     beginning behind the start token; else it is refused. rows: the document of each question.
-    with_prompt: those that are asked with a prompt. truncated: those whose context was cut.
-    first_cut: where the first prompt ends, in words.
+    truncated: those whose context was cut. first_cut: where the first prompt ends, in words.
     """
 
     def __init__(self, texts: ModelTexts, prefill: Prefill, *, truncate: bool) -> None:
         self.rows: dict[Document, Any] = {}
-        self.with_prompt: set[Document] = set()
         self.truncated: set[Document] = set()
         self.first_cut = ""
         self._texts = texts
@@ -111,7 +107,6 @@ class Planner:
             final_length,
             document,
             max_new_tokens,
-            needle=self._needle(document, text, cut),
         )
 
     def in_turns(self, planned: list[Request]) -> list[Request]:
@@ -139,25 +134,8 @@ class Planner:
         cut = len(whole) - len(context)
         text = text.rstrip()  # as lm-eval encodes a context
         prefill_len = self._prefill_len(document, text, cut, len(context) - 1, final_length)
-        needle = self._needle(document, text, cut)
         ids = (*context, *continuation)
-        return Request(ids, len(context), prefill_len, final_length, document, needle=needle)
-
-    def _needle(self, document: Document, text: str, cut: int) -> tuple[int, int] | None:
-        """The tokens of the sentence that holds the answer, of a context, `cut` tokens of which
-        have been left out behind its start: the first, and the one after the last; None where they
-        are not all there."""
-        sentence = needle_of(document[0], self.rows.get(document)) or ""
-        begin = text.find(sentence)
-        if not sentence or begin < 0 or not self._texts.tokenizer.is_fast:
-            return None
-        end = begin + len(sentence)
-        tokens = []
-        for index, (start, stop) in enumerate(self._texts.spans(text)):
-            if stop > begin and start < end:
-                tokens.append(index - cut)
-        is_whole = tokens and tokens[0] >= len(self._texts.start)
-        return (tokens[0], tokens[-1] + 1) if is_whole else None
+        return Request(ids, len(context), prefill_len, final_length, document)
 
     def _fit(self, document: Document, context: list[int], most: int) -> list[int]:
         """The last `most` tokens of a context, its start among them, where that is allowed."""
@@ -183,8 +161,7 @@ class Planner:
         end = most
         if self._prefill.mode == "artifact":
             end = int(final_length * self._prefill.budget)
-        elif self._prefill.mode == "question" and (text or document not in self.with_prompt):
-            # acc_mutual_info asks for the choices alone, too: their prompt has no word to cut at.
+        elif self._prefill.mode == "question":
             end = self._question_token(document, text) - cut
             if end <= len(self._texts.start):
                 raise self._no_question(document, "nothing before the question is left")

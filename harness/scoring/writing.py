@@ -21,11 +21,9 @@ from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.scoring.answers import (
     Branch,
-    NeedleRead,
     PromptBatch,
     Request,
     SharedPrompt,
-    needle_read,
     prompt_batches,
     tokens_at_once,
 )
@@ -33,12 +31,10 @@ from harness.scoring.answers import (
 
 class Written(NamedTuple):
     """A generated answer. tokens: the one that ended it included. at_limit: `max_new_tokens` ended
-    it. needle: what was read of the needle; None where none is known, or the dense prompt gave the
-    whole answer."""
+    it."""
 
     tokens: list[int]
     at_limit: bool
-    needle: NeedleRead | None = None
 
 
 def generate(
@@ -76,10 +72,6 @@ def generate(
             most_left = max(answer.left for answer in answers)
             session, hidden = batch.decode_shared(branches, most_left - 1)
             last = batch.tensor([len(branch.shared) for _, branch in branches])
-            if session.needle_read is not None:
-                for at, answer in enumerate(answers):
-                    if answer.num_shared:
-                        answer.needle_read.append(session.needle_read[:, at, answer.num_shared - 1])
             writing = _Writing(session, attached)
             first_logits = attached.logits(hidden[range(len(last)), last])
             num_told = 0
@@ -89,7 +81,7 @@ def generate(
                 num_told = num_ended
             reads += writing.reads + writing.session.reads
             for answer in answers:
-                result = Written(answer.tokens, not answer.ended_itself, answer.needle())
+                result = Written(answer.tokens, not answer.ended_itself)
                 written |= dict.fromkeys(answer.requests, result)
     if reads.rows:
         reads.check_fired()
@@ -104,9 +96,8 @@ def generate(
 class _Answer(Draft):
     """An answer under way, and the requests that ask for it.
 
-    num_shared: decode rows before the answer. needle_read: of each decode row that gave a token,
-    the shares of the needle that the layers read, [layers]. Besides the ends of its rule, the text
-    of a stop ends it: lm-eval's criteria find it in the spelling of the last tokens.
+    Besides the ends of its rule, the text of a stop ends it: lm-eval's criteria find it in the
+    spelling of the last tokens.
     """
 
     def __init__(
@@ -130,15 +121,6 @@ class _Answer(Draft):
         )
         super().__init__(request.ids, rule, request.key)
         self.requests = branch.requests
-        self.request = request
-        self.num_shared = len(branch.shared)
-        self.needle_read: list[Tensor] = []
-
-    def needle(self) -> NeedleRead | None:
-        """What the rows that gave the answer read of the needle."""
-        if not self.needle_read:
-            return None
-        return needle_read(self.request, torch.stack(self.needle_read, 1))
 
 
 class _Writing:
@@ -167,8 +149,4 @@ class _Writing:
         valid = torch.tensor([[not answer.ended] for answer in answers], device=device)
         counts = torch.tensor([len(answer.requests) for answer in answers], device=device)
         hidden = self.session.decode(ids, valid, counts)[:, -1]
-        if self.session.needle_read is not None:
-            for at, answer in enumerate(answers):
-                if not answer.ended:
-                    answer.needle_read.append(self.session.needle_read[:, at, 0])
         return answers, self.attached.logits(hidden)

@@ -84,7 +84,7 @@ class TaskConfig:
     fewshot_as_multiturn: bool | None = None
     enable_thinking: bool | None = None
     chat_date: DayText = "2024-07-26"
-    think_end_token: Natural | Text | None = None
+    think_end_token: Text | None = None
     system_instruction: Text | None = None
     question_marker: (
         Annotated[Text, only(str.strip, "must hold a character that is no space")] | None

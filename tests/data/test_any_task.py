@@ -1,12 +1,10 @@
 """Tasks, groups and tags of lm-eval by their names: found, given their rows, run as lm-eval runs them, or refused."""
 # ruff: noqa: F811, the fixture `loaded` is imported
 
-import importlib
 import socket
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from harness.results.samples import clustered_stderr
 from harness.run.compose import load
 from harness.run.runner import Run
 from harness.scoring.evaluation import run_tasks
-from harness.scoring.metrics import Repeat, joined, pass_at
+from harness.scoring.metrics import Repeat, joined
 from harness.settings.config import DataConfig, RunConfig
 from harness.settings.task_config import SamplingConfig
 from methods.h2o import H2O
@@ -140,14 +138,14 @@ def test_examples_follow_lm_evals_rule(folder, root):
         tasks = load_suite(settings(*names, folder=folder, root=root, num_fewshot=given), None).tasks
         assert [tasks[name].config.num_fewshot for name in names] == expected
     for name, split, most in (("toy_two", "dev", 4), ("toy_same", "test", 6)):
-        for count in (most, most + 1):
-            task = load_suite(settings(name, folder=folder, root=root, num_fewshot=count), None).tasks[name]
-            if count == most:
-                task.build_all_requests(limit=1)
-                continue
-            with refused(rf"^num_fewshot={count}: {name} cannot draw its examples from split {split} in data.root="):
-                task.build_all_requests(limit=1)
-    with refused("^num_fewshot=1: toy_shapes has no rows of its split dev in data.root="):
+        task = load_suite(settings(name, folder=folder, root=root, num_fewshot=most), None).tasks[name]
+        task.build_all_requests(limit=1)
+        more = settings(name, folder=folder, root=root, num_fewshot=most + 1)
+        with refused(
+            rf"^num_fewshot={most + 1}: {name} has no rows for so many .* split {split} of .*; at most {most}$"
+        ):
+            load_suite(more, None)
+    with refused("^num_fewshot=1: toy_shapes has no rows for so many examples in split dev of data.root=.*; at most 0"):
         load_suite(settings("toy_shapes", folder=folder, root=root, num_fewshot=1), None)
 
 
@@ -249,81 +247,26 @@ def test_gsm8k_as_with_hflm(root, loaded):
     assert [sample["context_tokens"] - sample["prefill_len"] for sample in samples] == own
 
 
-CLASSES = """
+SWDE = """
 import datasets
-from lm_eval.tasks.{package}.task import {name} as Theirs
+from lm_eval.tasks.swde.task import SWDE
 
-ROWS = {rows!r}
-
-class Mine(Theirs):
+class Mine(SWDE):
     def download(self, *args, **kwargs):
-        self.dataset = {{split: datasets.Dataset.from_list(ROWS) for split in ("train", "validation", "test")}}
+        row = {"text": "Title: Heat. Year: 1995. The year is", "value": "1995", "key": "year"}
+        self.dataset = {"validation": datasets.Dataset.from_list([row] * 2)}
 """
 """A class of lm-eval's with rows that are made here: its own come from the hub."""
 
 
-class CountingMetric:
-    """In the place of the metrics that SQuAD 2 and SCROLLS fetch from the hub."""
-
-    def compute(self, predictions, references):
-        return dict.fromkeys(["f1", "exact"], len(predictions))
-
-
-LM_EVAL_CLASSES = {
-    "swde.SWDE": [{"text": "Title: Heat. Year: 1995. The year is", "value": "1995", "key": "year"}] * 2,
-    "squadv2.SQuAD2": [
-        {"id": "0", "title": "T", "context": "A red cup.", "question": "What?", "answers": {"text": ["a cup"]}}
-    ],
-    "scrolls.QuALITY": [
-        {"id": "0", "pid": "0", "input": "What?\n\n (A) a bag (B) a cup (C) it (D) no\n\nA cup.", "outputs": ["a cup"]}
-    ],
-}
-"""A class that writes, one that writes and scores, and one that scores choices."""
-
-
-@pytest.mark.parametrize("place", LM_EVAL_CLASSES)
-def test_a_class_of_lm_eval_runs_as_with_hflm(place, tmp_path, loaded, monkeypatch):
-    package, name = place.split(".")
-    for metric_of in ("evaluate.load", "lm_eval.tasks.scrolls.task.load"):
-        monkeypatch.setattr(metric_of, lambda *name, **options: CountingMetric())
-    monkeypatch.setattr("lm_eval.tasks.scrolls.task._download_metric", lambda: "")
-    rows = LM_EVAL_CLASSES[place]
-    folder = tmp_path / "own"
-    folder.mkdir()
-    (folder / "own.py").write_text(CLASSES.format(package=package, name=name, rows=rows))
+def test_a_class_of_lm_eval_runs_as_with_hflm(folder, loaded):
+    (folder / "own.py").write_text(SWDE)
     (folder / "mine.yaml").write_text("task: mine\nclass: !function own.Mine\n")
     config = settings("mine", folder=folder, prefill="dense")
-    outcome = run_tasks(config, loaded)
-    theirs = stock(config, loaded)
-    for key, value in theirs["results"]["mine"].items():
-        metric, _, _ = key.partition(",")
-        if "," in key and "stderr" not in key:
-            assert outcome.metrics["mine"][metric] == pytest.approx(value), metric
-    assert outcome.metrics["mine"]["num_samples"] == len(rows)
-    for sample, logged in zip(outcome.samples["mine"], theirs["samples"]["mine"], strict=True):
-        if isinstance(logged["resps"][0][0], str):
-            assert sample["text"] == logged["resps"][0][0]
-        else:
-            expected = [float(response[0][0]) for response in logged["resps"]]
-            assert sample["log_likelihoods"] == pytest.approx(expected, abs=1e-3)
-            assert sample["gold_text"].lower() == rows[sample["question"]]["outputs"][0]
-
-
-@pytest.mark.parametrize(
-    ("gold", "given", "exact", "f1"),
-    [
-        ("The red cup.", "a red  cup", 1, 1.0),
-        ("a red cup", "the cup is blue", 0, 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)),
-        ("cup cup", "cup", 0, 2 * 1 * (1 / 2) / (1 + 1 / 2)),
-        ("cup", "bag", 0, 0.0),
-        ("the", "", 1, 1.0),
-        ("", "cup", 0, 0.0),
-    ],
-)
-def test_squads_metrics_by_hand(gold, given, exact, f1):
-    module = importlib.import_module("transformers.data.metrics.squad_metrics")
-    assert module.compute_exact(gold, given) == exact
-    assert module.compute_f1(gold, given) == pytest.approx(f1)
+    outcome, theirs = run_tasks(config, loaded), stock(config, loaded)
+    assert outcome.metrics["mine"]["contains"] == pytest.approx(theirs["results"]["mine"]["contains,none"])
+    texts = [logged["resps"][0][0] for logged in theirs["samples"]["mine"]]
+    assert [sample["text"] for sample in outcome.samples["mine"]] == texts and len(texts) == 2
 
 
 def test_a_class_with_images_is_refused(folder, root):
@@ -365,24 +308,10 @@ def test_metrics_over_repeats_by_hand():
     means = [1, 0, 1 / 3, 1 / 3]
     assert list(by_question["right,none"].values()) == pytest.approx(means)
     assert metrics["right_stderr,none"] == pytest.approx(clustered_stderr(means, [0, 0, 1, 1]))
-    # Pairs of three answers with a right one: all where all are right, 2 of 3 where one is.
-    assert metrics["right_pass@2,none"] == pytest.approx((1 + 0 + 2 / 3 + 2 / 3) / 4)
-    assert metrics["right_pass@3,none"] == pytest.approx((1 + 0 + 1 + 1) / 4)
-    assert metrics["right_pass@3_stderr,none"] == pytest.approx(clustered_stderr([1, 0, 1, 1], [0, 0, 1, 1]))
-    assert [name for name in metrics if "pass@" in name and name.startswith("share")] == []
     assert metrics["share,none"] == pytest.approx((0.125 + 0.375 + 0.375) / 3)
     assert joined(runs[:1]) == (runs[0].metrics, runs[0].by_question)
     runs[1].metrics["right,none"] = None
     assert joined(runs)[0]["right,none"] is None
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers(count):
-    for right in range(count + 1):
-        answers = [1] * right + [0] * (count - right)
-        for k in range(1, count + 1):
-            expected = statistics.mean(max(chosen) for chosen in combinations(answers, k))
-            assert pass_at(k, count, right) == pytest.approx(expected)
 
 
 def test_answers_of_several_repeats(folder, root, loaded):
@@ -426,8 +355,10 @@ def test_a_task_that_samples_by_its_own_yaml(folder, root, loaded):
     cold = run_tasks(settings("toy_warm", **about, sampling=SamplingConfig(temperature=0.0)), loaded)
     greedy = run_tasks(settings("toy_sums", **about), loaded)
     assert cold.metrics["toy_warm"] == greedy.metrics["toy_sums"], "temperature=0 comes before the task's"
-    with pytest.raises(UserError, match="^repeats=2: task toy_sampled joins 3 answers to a question by its own rule"):
-        run_tasks(settings("toy_sampled", **about, sampling=SamplingConfig(1.0, repeats=2)), loaded)
+    twice = run_tasks(settings("toy_sampled", **about, sampling=SamplingConfig(1.0, repeats=2)), loaded)
+    for sample in twice.samples["toy_sampled"]:
+        texts = [text for repeat in sample["repeats"] for text in (repeat["text"], *repeat["more_texts"])]
+        assert len(texts) == 6 and len({*texts}) == 6, "each answer has random numbers of its own"
 
 
 @pytest.mark.parametrize(("setting", "value"), [("temperature", 0.5), ("repeats", 2), ("top_k", 4)])
@@ -460,22 +391,6 @@ def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
     for name, place in (("toy_bad", ""), ("mixed", "its task toy_bad: ")):
         with refused(f"^tasks={name}: {place}{reason}"):
             inputs.tasks(settings(name, folder=folder, root=root))
-
-
-def test_longprocs_tasks_run_but_for_those_that_execute_what_a_model_writes(tmp_path, monkeypatch, loaded):
-    """lm-eval marks all sixteen, which share YAML."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    name = "longproc_path_traversal_0.5k"
-    row = {"input_prompt": "Go from Aa to Bb.", "reference_output": "From Aa, take a bus to Bb.", "metadata": "{}"}
-    write_rows(tmp_path / "data" / "PrincetonPli" / "LongProc" / "path_traversal_0.5k" / "test.jsonl", [row])
-    task = load_suite(settings(name, root=tmp_path / "data"), loaded).tasks[name]
-    assert task.OUTPUT_TYPE == "generate_until" and not getattr(task, "UNSAFE_CODE", False)
-    (doc,) = task.test_docs()
-    answer = f"<Route>\n{row['reference_output']}\n</Route>"
-    assert task.process_results(doc, [answer])["accuracy"] == 1
-    for executed in ("longproc_countdown_0.5k", "longproc_pseudo_to_code_0.5k"):
-        with pytest.raises(UserError, match=f"^tasks={executed}: executes the code that a model writes"):
-            plan(settings(executed, root=tmp_path / "data"))
 
 
 def test_without_a_hub_one_line_says_what_to_do(monkeypatch, loaded):

@@ -9,13 +9,11 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import nltk
 import numpy as np
 import pytest
 from lm_eval.evaluator import simple_evaluate
@@ -31,7 +29,7 @@ from harness.run.compose import load
 from harness.scoring.evaluation import run_tasks
 from harness.settings.task_config import RULER_TASKS
 from tests.runs import tiny_loaded, without
-from tests.tokens import byte_tokenizer, starting_tokenizer, word_tokenizer
+from tests.tokens import starting_tokenizer, word_tokenizer
 
 LENGTH, OF_TEXTS = 800, 2400
 """Tokens of a question; of those that are made of texts."""
@@ -212,20 +210,6 @@ def test_a_start_token_is_not_counted_and_stands_in_no_text():
     assert "<s>" not in make("ruler_qa_squad", 20_000, 1, 0, starting_tokenizer())[0]["input"]
 
 
-def test_importing_lm_evals_modules_asks_no_network(monkeypatch, capfd):
-    """nltk would download its rules of sentences, by which essays are split."""
-
-    words = SimpleNamespace(_categories=dict.fromkeys(("nouns", "adjectives", "verbs"), ["a"]))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: pytest.fail("a network was asked"))
-    monkeypatch.setitem(sys.modules, "wonderwords", SimpleNamespace(RandomWord=lambda: words))  # the true one is slow
-    for name in ("prepare_niah", "niah_utils"):
-        monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{name}", raising=False)
-    download = nltk.download
-    with contextlib.redirect_stdout(None):
-        assert ruler._module("niah_single_1").generate_samples.__globals__["WORDS"] == ["a-a"]
-    assert nltk.download is download
-
-
 # Tasks
 
 
@@ -339,8 +323,6 @@ def test_a_length_beyond_the_model(tokenizer):
     assert ruler.load("ruler_fwe", settings("num_samples=2", "too_long=truncate"), model_of(tokenizer, 600))
     with pytest.raises(UserError, match="num_fewshot=2: task ruler_vt takes no examples"):
         load_suite(settings("tasks=[ruler_vt]", "num_fewshot=2"), model_of(tokenizer))
-    with pytest.raises(UserError, match=r"^tasks=ruler_vt: its worked example takes \d+ tokens with this tokenizer"):
-        make("ruler_vt", 10_000, 1, 0, byte_tokenizer())
 
 
 def test_without_the_packages_one_line_says_what_to_install(monkeypatch):

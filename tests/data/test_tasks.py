@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import re
 import socket
 from dataclasses import replace
@@ -295,7 +294,7 @@ def test_a_damaged_file_is_named(content, message, root, loaded):
 
 COPA = ROWS["copa"]
 BAD_ROWS = {
-    "a label in words": ("copa", COPA | {"label": "1"}, "field 'label' is '1'; allowed: 0, 1"),
+    "a label of no choice": ("copa", COPA | {"label": 2}, "field 'label' is 2; allowed: 0, 1"),
     "no label": ("copa", COPA | {"label": None}, "field 'label' is None; allowed: 0, 1"),
     "no UTF-8": ("copa", b'{"premise": "\xff"}', "expected an object of JSON (UnicodeDecodeError"),
     "no field of the prompt": ("piqa", {"sol1": "a knife", "sol2": "a spoon", "label": 0}, "field 'goal' is missing"),
@@ -321,14 +320,6 @@ def test_an_odd_row_is_named_by_file_and_line(case, root, loaded):
     assert re.match(f"{path}, (line|row) 4: ", said) and message in said and "\n" not in said
 
 
-def test_an_example_that_is_shown_is_checked_too(root, loaded):
-    path = root / FILES["piqa"][0]
-    path.write_text("\n".join(json.dumps(ROWS["piqa"] | {"label": -1, "goal": f"To {n}"}) for n in range(8)))
-    with pytest.raises(UserError, match=r"train.jsonl, row \d: tasks=piqa: its answer -1 is none of its 2 choices"):
-        run_tasks(settings("piqa", root=root), loaded)
-    run_tasks(settings("piqa", root=root, num_fewshot=0, num_samples=1), loaded)
-
-
 @pytest.mark.parametrize("labels", [[0, 1, -1], [0, 1, 1]])
 def test_a_split_of_the_hub_without_labels_is_named(labels, loaded, monkeypatch):
     features = datasets.Features({name: datasets.Value("string") for name in COPA if name != "label"})
@@ -342,15 +333,23 @@ def test_a_split_of_the_hub_without_labels_is_named(labels, loaded, monkeypatch)
             run_tasks(config, loaded)
         return
     assert run_tasks(config, loaded).metrics["copa"]["num_samples"] == 3
-    with pytest.raises(UserError, match="^num_fewshot=2: copa cannot draw its examples from split train in data=hub"):
-        run_tasks(replace(config, num_fewshot=2), loaded)
+    with pytest.raises(UserError, match="^num_fewshot=3: copa has no rows for so many .* split train of data=hub"):
+        run_tasks(replace(config, num_fewshot=3), loaded)
 
 
-def test_what_lm_eval_warns_of_is_one_line_once(root, loaded, capsys):
-    logger = logging.getLogger("lm_eval.api.task")
-    logger.warning("metric acc is defined, but aggregation is not. using default")
-    logger.warning("Using test_docs\nas examples of %s", "this test")
-    logger.warning("Using test_docs\nas examples of %s", "this test")
-    for _ in range(2):
-        run_tasks(settings("kv_recall", num_samples=1), loaded)
-    assert capsys.readouterr().err.count("lm-eval: Using test_docs as examples of this test\n") == 1
+@pytest.mark.parametrize("text", ["{lines}", "[{list}]"])
+def test_text_of_a_file_stands_in_the_prompt_as_it_is(text, root, loaded, tmp_path):
+    """Where `datasets` itself would make a time of a day, and of a number."""
+    values = [{"day": "2019-03-04", "code": "007", "count": 12}, {"day": "2021-11-30", "code": "{}", "count": 7}]
+    lines = [json.dumps(row) for row in values]
+    path = tmp_path / "rows.json"
+    path.write_text(text.format(lines="\n".join(lines) + "\n", list=",".join(lines)))
+    named = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}}
+    task = ANSWERED | {"task": "mine", "doc_to_text": "{{day}} {{code}} {{count}}", "doc_to_target": "day"} | named
+    config = settings("mine", folder=write_yaml(tmp_path / "own", task))
+    made = load_suite(config, loaded).tasks["mine"]
+    made.build_all_requests()
+    assert [request.args[0] for request in made.instances] == ["2019-03-04 007 12", "2021-11-30 {} 7"]
+    path.write_text('{"day": 1, "code": 2, "count": 3}\n{"day": "a", "code": 2, "count": 3}\n')
+    with pytest.raises(UserError, match=r"rows.json: a field has values of several types \(ArrowInvalid"):
+        load_suite(config, loaded)

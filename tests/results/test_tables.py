@@ -481,22 +481,19 @@ def test_a_groups_difference_is_the_mean_of_its_tasks_as_strata(tmp_path):
     assert all(math.isnan(of_group(tmp_path / name)["difference"]) for name in ("unequal", "weighted"))
 
 
-def test_answers_of_several_repeats_have_their_own_error_and_pass_at_k(tmp_path):
+def test_answers_of_several_repeats_have_their_own_error(tmp_path):
     name = "exact_match,strict-match"
     of_filter = {name: 0.5, f"{name}_stderr": 0.1, f"{name}_repeats_stderr": 0.02}
-    passed = {"exact_match_pass@2,strict-match": 0.75, "exact_match_pass@2,strict-match_stderr": 0.05}
     lengths = {"generated_tokens": 120.5, "generated_tokens_stderr": 3.0, "at_limit": 0.25}
     sampled = ["temperature=0.6", "repeats=2"]
-    save(tmp_path, ["experiment=tasks", *sampled], {"gsm8k": of_filter | passed | lengths | shares(0.2)})
+    save(tmp_path, ["experiment=tasks", *sampled], {"gsm8k": of_filter | lengths | shares(0.2)})
     rows = read_frame(tables.update(tmp_path, "tasks")).set_index("metric")
-    assert [*rows.index] == [name, "generated_tokens", "at_limit", "exact_match_pass@2,strict-match"]
+    assert [*rows.index] == [name, "generated_tokens", "at_limit"]
     assert (rows["stderr"][name], rows["repeats_stderr"][name]) == (0.1, 0.02)
-    assert math.isnan(rows["repeats_stderr"]["exact_match_pass@2,strict-match"])
     assert set(rows["settings"]) == {"temperature=0.6, repeats=2"}
     shown = page(tmp_path, "tasks")
-    for words in ("exact_match, pass@2, strict-match (%)", "generated (tokens)", "75.0 ± 5.0", "120.5 ± 3.0", "25.0"):
+    for words in ("exact_match, strict-match (%)", "generated (tokens)", "50.0 ± 10.0", "120.5 ± 3.0", "25.0"):
         assert words in shown, words
-    assert quantity("1024_pass@8").heading == "right at 1,024 tokens, pass@8 (%)"
     assert quantity("known,1024").heading == "right at 1,024 tokens, question known (%)"
     assert quantity("unknown_less_known,f1,none").heading == "f1, none, unknown less known"
 

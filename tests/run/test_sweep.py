@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,6 @@ from harness.run.compose import compose, load
 from harness.run.kinds import digests_of
 from harness.run.sweep import Plan, read_plan
 from harness.run.words import values_of
-from harness.scoring.progress import bar, pass_over, quietly
 from harness.settings.schema import CONF_DIR
 from tests.runs import outcome, own_experiments
 
@@ -238,19 +236,6 @@ def test_runs_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, m
     runs.configs.clear()
     assert main(["experiment=timed"]) == 0
     assert [(config.experiment, config.method_name) for config in runs.configs] == [("fig11", "int4")]
-
-
-def test_seconds_passed_over_are_not_estimated_from(capsys):
-    with bar(total=4, unit="run", file=sys.stdout, lines_every_s=0) as progress:
-        progress.start_t -= 100
-        progress.last_print_t -= 100
-        pass_over(progress, 80)
-        progress.update()
-        progress.start_t -= 15  # of the next run
-        progress.refresh()
-    assert capsys.readouterr().out.splitlines()[1:] == ["runs: 1/4 runs, 01:00 left", "runs: 1/4 runs, 00:45 left"]
-    with quietly():
-        pass_over(bar(total=4), 80)
 
 
 # a sweep from start to end

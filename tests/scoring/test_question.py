@@ -148,30 +148,3 @@ def test_a_run_that_cannot_find_the_question_is_refused(asked):
         run_turns(of(TWICE, kind="turns", experiment="turns"), loaded)
     with pytest.raises(UserError, match="nothing but the question is in the prompt"):
         run_tasks(of("Q: {{question}}\n\nA:", prefill="question", task={"apply_chat_template": True}), loaded)
-
-
-@pytest.mark.parametrize("choices", [["red", "a"], ["attic", "garden"]])
-def test_choices_that_are_asked_for_without_a_prompt_are_no_question(choices, asked, capsys):
-    """acc_mutual_info asks for each choice a second time, after nothing. A row is left to decode if it has a second
-    token."""
-    of, loaded = asked
-    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_mutual_info")]
-    of_choices = {
-        "output_type": "multiple_choice", "doc_to_choice": choices, "doc_to_target": 0, "metric_list": metrics,
-        "generation_kwargs": None, "target_delimiter": "",
-    }  # fmt: skip
-    template = "{{story}}\n\nQuestion: {{question}}\nAnswer:"
-    config = of(template, of_task=of_choices, prefill="question")
-    found = run_tasks(config, loaded)
-    expected = run_tasks(replace(config, prefill="dense"), loaded)
-    context = f"{STORY}\n\nQuestion: "
-    dense = len(loaded.tokenizer(context)["input_ids"])
-    num_tokens = [len(loaded.tokenizer(f"{context}{question}\nAnswer:")["input_ids"]) for question in QUESTIONS]
-    said = f"before the question, after {dense} of {min(num_tokens)} to {max(num_tokens)} tokens"
-    assert said in capsys.readouterr().err
-    for metric in ("acc", "acc_mutual_info"):
-        assert found.metrics["toy_asked"][metric] == expected.metrics["toy_asked"][metric]
-
-    outcome = run_turns(replace(config, kind="turns", experiment="turns", prefill="auto"), loaded)
-    assert outcome.metrics["toy_asked"]["num_contexts"] == 1
-    assert outcome.metrics["toy_asked"]["unknown,acc_mutual_info"] == expected.metrics["toy_asked"]["acc_mutual_info"]

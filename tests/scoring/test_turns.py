@@ -1,18 +1,14 @@
 """Several questions to one cache, each as if it were the only one, and asked both ways: known, or not."""
 # ruff: noqa: F811, the fixture `loaded` is imported
 
-import json
 import random
 import statistics
-from pathlib import Path
 
 import pytest
 
-from harness.data import ruler
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.results.samples import clustered_stderr
-from harness.run.cli import main
 from harness.run.compose import load
 from harness.scoring.answers import Request
 from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, run_turns
@@ -24,7 +20,6 @@ from methods.h2o import H2O
 from tests.cases import CASES
 from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
 from tests.living import setup_of, tiny
-from tests.runs import reading
 from tests.tokens import byte_tokenizer
 
 
@@ -161,37 +156,3 @@ def test_what_cannot_be_asked_in_turns(changes, of_task, said, told, loaded):
         run_turns(turns("toy_told", **told, **changes), loaded)
     with pytest.raises(UserError, match="^too_long=truncate: prefill=both would cut a context"):
         load(["experiment=turns", "too_long=truncate"])
-
-
-def test_the_table_has_both_ways_and_their_difference(loaded, monkeypatch, tmp_path):
-    line = ["experiment=turns", "tasks=[kv_recall]", "num_samples=9", *reading(monkeypatch, tmp_path, loaded)]
-    assert main(["method=h2o", *line]) == 0
-    page = Path("outputs/tables/turns.md").read_text()
-    headings = [f"kv_recall acc, {way} (%)" for way in ("question unknown", "question known", "unknown less known")]
-    places = [page.index(heading) for heading in headings]
-    assert places == sorted(places) and "budget where the question is known (%)" in page
-    (record,) = (json.loads(path.read_text()) for path in Path("outputs/runs/turns").glob("*/record.json"))
-    assert record["samples"]["kv_recall"][0].keys() >= {UNKNOWN, KNOWN, f"{LESS},acc"}
-
-
-# RULER's contexts
-
-
-@pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
-def test_turns_of_a_context_of_needles(task):
-    value = "4698714" if task == "niah_multikey_2" else "f77383c1-3458"
-    lines = [f"One of the special magic numbers for key-{n} is: {value}{n}." for n in range(12)]
-    context = "\n".join(["A special magic number is hidden within the following text.", *lines])
-    row = {
-        "input": f"{context}\nWhat is the special magic number for key-3 mentioned in the provided text?",
-        "gen_prefix": "The special magic number for key-3 mentioned in the provided text is",
-        "outputs": [f"{value}3"], "max_length": 800, "index": 0,
-    }  # fmt: skip
-    made = ruler.turns(row, "0/0")
-    assert made[0] == row and len(made) == ruler.TURNS and made == ruler.turns(row, "0/0") != ruler.turns(row, "0/1")
-    keys = [each["gen_prefix"].split(" for ")[1].split()[0] for each in made]
-    assert len(set(keys)) == ruler.TURNS
-    for key, each in zip(keys, made, strict=True):
-        assert each["input"] == f"{context}\nWhat is the special magic number for {key} mentioned in the provided text?"
-        assert each["outputs"] == [value + key.removeprefix("key-")]
-    assert len(ruler.turns(row | {"input": "\n".join([*lines[3:5], *row["input"].splitlines()[-1:]])}, "")) == 2

@@ -27,7 +27,6 @@ from harness.run import all_runs, kinds
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.run.runner import Run
-from harness.run.sweep import read_plan
 from harness.settings.config import LatencyConfig
 from harness.settings.schema import options
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
@@ -214,30 +213,6 @@ def test_systems_are_named_after_what_they_are():
     assert load(["experiment=latency", *ON_CUDA, "system=uvm", "platform.device_gib=48"]).platform.device_gib == 48
 
 
-@pytest.mark.parametrize(
-    ("overrides", "label"),
-    [
-        ("method=infinigen method.alpha=7", "infinigen"),
-        ("system=offload+h2o method=h2o method.heavy_frac=0.05", "offload+h2o"),
-        ("system=offload+h2o method.dense_layers=2", "offload+h2o"),
-        ("system=offload method=h2o", "offload+h2o"),
-        ("system=offload platform.weights_on_device=0.7", "offload"),
-        ("system=offload+int4 method=quest", "quest+int4 (host)"),
-        ("method=streaming codec=int8 placement=device", "streaming+int8 (device)"),
-        ("method=streaming platform=cuda placement=managed", "streaming (managed)"),
-    ],
-)
-def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
-    config = load(["experiment=latency", *overrides.split()])
-    assert config.label == label
-    assert config.method.dense_layers == 2 or "method.dense_layers=2" not in overrides
-
-
-def test_null_times_all_other_steps():
-    lengths = load(["experiment=latency", "timed_steps=null", "gen_len=128", "warmup_steps=3"]).latency
-    assert lengths.steps_per_repeat == 124
-
-
 ON_CUDA = ["platform=cuda"]
 REFUSED = {
     "gen_len=10: has 9 decode steps; warmup_steps [+] timed_steps are 10": ["gen_len=10"],
@@ -332,7 +307,6 @@ def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch,
     resources = Resources()
     paths = list(all_runs.run_all(configs, resources=resources))
     assert [each["config"]["label"] for each in map(read, paths)] == labels
-    assert resources.load_s > 0, "as the child says"
     dense = {tuple(each["samples"]["dense_s"]) for each in map(read, paths)}
     assert len(dense) == 1 and len({*dense.pop()}) == 2, "a prefill for each repeat, in one process"
     monkeypatch.setattr(all_runs, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
@@ -351,43 +325,10 @@ def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
     assert kept == 2 * [("failed", str(outcomes[0]))]
 
 
-BATCHES = (4, 8, 12, 16, 20)
-
-
 def card(monkeypatch, gib):
     """torch finds one CUDA device, of so much memory."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * 2**30))
-
-
-@pytest.mark.parametrize(
-    ("gib", "more", "left_out", "reason"),
-    [
-        (None, [], [("uvm", 16), ("uvm", 20)], "need 52.8 GiB, and the card has 48.0; lower batch_size"),
-        (40, ["sweep.device_gib=null"], [("uvm", 12), ("uvm", 16), ("uvm", 20)], "and the card has 40.0"),
-    ],
-)
-def test_a_speed_grid_is_sized_to_the_card(monkeypatch, gib, more, left_out, reason):
-    """OPT-13B: 23.9 GiB of weights; 1.6 GiB of cache and 0.2 of activations for each sequence of 2,048 tokens."""
-    if gib is not None:
-        card(monkeypatch, gib)
-    shapes = f"sweep.shapes={[[batch, 1920] for batch in BATCHES]}"
-    chosen = [
-        "experiment=speedup",
-        "sweep.scale=paper",
-        shapes,
-        "platform=cuda",
-        "model=opt-13b",
-        "model.weights=random",
-        *more,
-    ]
-    plan = read_plan(chosen)
-    timed = {(config.label, config.latency.batch_size) for config in plan.runs}
-    every = {(label, batch) for label in LABELS if label not in ON_A_DISK for batch in BATCHES}
-    assert every - timed == set(left_out)
-    lines = plan.gaps()
-    assert len(lines) == len(left_out) and reason in "".join(lines)
-    assert all(line.startswith("left out, as placement=managed: weights, the KV cache and the") for line in lines)
 
 
 def test_a_managed_run_is_refused_before_its_weights_are_loaded(monkeypatch):
