@@ -12,7 +12,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from harness.results.columns import whole_tasks
-from harness.results.metrics import METRICS, NUM_DEPTHS
+from harness.results.metrics import METRICS
 from plots import data, style
 
 AXES = {
@@ -271,7 +271,7 @@ def long(table: pd.DataFrame) -> Figure | None:
     return style.draw_rows(rows, ("model", "source", "metric"), draw, note=note)
 
 
-# Needles in a haystack: right answers by the prompt's length and their depth
+# Needles in a haystack: right answers by the prompt's length
 
 BAND = ["model", "setup", "task"]
 """What tells the figure's rows of panels apart."""
@@ -281,13 +281,10 @@ COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
 LUMINANCE, LIGHT = np.array([0.21, 0.72, 0.07]), 0.45
 """Weights of red, green and blue, and the luminance from which a tile's text is black."""
 TILE_INCHES = (0.52, 0.24)
-FEWEST = 8
-"""Questions that a tile of one depth must have; with fewer, a tile is of all depths together."""
 
 
 def ruler(table: pd.DataFrame) -> Figure | None:
-    """The share of right answers by the prompt's length and, where each depth of a needle has
-    questions enough, the depth.
+    """The share of right answers by the prompt's length, over all depths of the needle.
 
     A column per method, a row per task of needles and, where a method's runs differ in further
     settings, such as `prefill`, per these. A tile holds the percentage and the number of questions:
@@ -299,25 +296,21 @@ def ruler(table: pd.DataFrame) -> Figure | None:
         return None
     rows = rows.assign(setup=_setups(rows), length=rows.metric.astype(int))
     data.refuse_repeats(rows, ["label", *BAND, "length", "depth"])
-    depths = NUM_DEPTHS
-    if rows.num_samples.median() < FEWEST:
-        rows, depths = _over_depths(rows), 1
+    rows = _over_depths(rows)
     bands = rows[BAND].drop_duplicates().sort_values(["model", "setup"], kind="stable")
     labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
     width = len(labels) * (len(lengths) * TILE_INCHES[0] + 0.12) + 1.6
-    height = len(bands) * (depths * TILE_INCHES[1] + 0.2) + 0.9
+    height = len(bands) * (TILE_INCHES[1] + 0.2) + 0.9
     figure = Figure(figsize=(width, height), layout="constrained")
     panels = figure.subplots(len(bands), len(labels), squeeze=False, sharex=True, sharey=True)
     differing = [name for name in reversed(BAND) if bands[name].nunique() > 1]
     for line, (_, band) in zip(panels, bands.iterrows(), strict=True):
         of_band = rows[(rows[BAND] == band).all(axis=1)]
         for axes, label in zip(line, labels, strict=True):
-            _draw_needles(axes, of_band[of_band.label == label], lengths, depths)
+            _draw_needles(axes, of_band[of_band.label == label], lengths)
         words = [band[name] for name in differing if band[name]]
-        words = [*reversed(words), "depth (%)" if depths > 1 else "all depths"]
-        # The rows of one tile are too short for words along them.
-        upright = {} if depths > 1 else {"rotation": 0, "ha": "right", "va": "center"}
-        line[0].set_ylabel("\n".join(words), fontsize=6, **upright)
+        words = "\n".join([*reversed(words), "all depths"])
+        line[0].set_ylabel(words, fontsize=6, rotation=0, ha="right", va="center")
     for axes, label in zip(panels[0], labels, strict=True):
         share = data.budget_range(rows[rows.label == label])
         axes.set_title(f"{label}\nbudget {share} %", fontsize=6.5)
@@ -327,8 +320,6 @@ def ruler(table: pd.DataFrame) -> Figure | None:
     bar: Any = {"label": "right answers (%)", "shrink": min(1.0, 2 / height), "aspect": 12}
     figure.colorbar(colours, ax=panels, **bar)
     notes = [bands[name].iloc[0] for name in ("model", "task") if name not in differing]
-    if depths > 1:
-        notes.append("depth: where in the prompt the answer stands")
     notes.append("n: questions (the fewer, the paler; hatched: none)")
     notes.append(style.own_note([("", rows)]))
     return style.finish(figure, "; ".join(filter(None, notes)))
@@ -336,10 +327,10 @@ def ruler(table: pd.DataFrame) -> Figure | None:
 
 def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each length in place of its depths, each question weighing alike."""
-    rows = rows.assign(value=rows.value * rows.num_samples, depth=0)
+    rows = rows.assign(value=rows.value * rows.num_samples)
     by_length = rows.groupby(["label", *BAND, "length"], sort=False, as_index=False)
     sums = by_length.agg("sum", numeric_only=True)
-    firsts = by_length[["budget", "own", "depth"]].first()
+    firsts = by_length[["budget", "own"]].first()
     return firsts.assign(value=sums.value / sums.num_samples, num_samples=sums.num_samples)
 
 
@@ -353,26 +344,22 @@ def _setups(rows: pd.DataFrame) -> pd.Series:
     return different.reindex(rows.index, fill_value="")
 
 
-def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], depths: int) -> None:
-    """A tile for each length and depth; one without a question shows the hatch."""
-    tiles = np.zeros((depths, len(lengths), 4))
+def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int]) -> None:
+    """A tile for each length; one without a question shows the hatch."""
+    tiles = np.zeros((1, len(lengths), 4))
     for _, row in panel.iterrows():
-        depth, column = round(depths * row.depth), lengths.index(row.length)
+        column = lengths.index(row.length)
         weight = row.num_samples / (row.num_samples + 2)
         color = 1 - weight * (1 - np.array(COLOURS(PERCENT(row.value))[:3]))
-        tiles[depth, column] = (*color, 1)
+        tiles[0, column] = (*color, 1)
         ink = style.BLACK if color @ LUMINANCE > LIGHT else "white"
         words: Any = {"ha": "center", "va": "center", "color": ink}
-        axes.text(column, depth - 0.12, f"{row.value:.0f}", fontsize=6.5, **words)
-        axes.text(column, depth + 0.27, f"n = {row.num_samples:.0f}", fontsize=4.5, **words)
+        axes.text(column, -0.12, f"{row.value:.0f}", fontsize=6.5, **words)
+        axes.text(column, 0.27, f"n = {row.num_samples:.0f}", fontsize=4.5, **words)
     axes.imshow(tiles, aspect="auto")
     axes.patch.set(hatch="////", edgecolor=style.LIGHT_GREY, linewidth=0)
     axes.grid(visible=False)
-    right, bottom = len(lengths) - 0.5, depths - 0.5
-    line: Any = {"color": "white", "linewidth": 0.8}
-    axes.hlines(np.arange(1, depths) - 0.5, -0.5, right, **line)
-    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, bottom, **line)
+    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, 0.5, color="white", linewidth=0.8)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=5.5)
-    edges = np.arange(depths + 1) if depths > 1 else np.array([])
-    axes.set_yticks(edges - 0.5, [f"{100 * edge // depths:.0f}" for edge in edges], fontsize=5.5)
+    axes.set_yticks([])
     axes.tick_params(length=2, pad=1.5)
