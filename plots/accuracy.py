@@ -406,8 +406,8 @@ def ruler(table: pd.DataFrame) -> Figure | None:
         for axes, label in zip(line, labels, strict=True):
             _draw_needles(axes, of_band[of_band.label == label], lengths)
         words = [band[name] for name in differing if band[name]]
-        words = "\n".join([*reversed(words), "all depths"])
-        line[0].set_ylabel(words, fontsize=6, rotation=0, ha="right", va="center")
+        ylabel = "\n".join([*reversed(words), "all depths"])
+        line[0].set_ylabel(ylabel, fontsize=6, rotation=0, ha="right", va="center")
     for axes, label in zip(panels[0], labels, strict=True):
         share = data.budget_range(rows[rows.label == label])
         axes.set_title(f"{label}\nbudget {share} %", fontsize=6.5)
