@@ -34,33 +34,43 @@ and filelock, and the wheels that the first line makes on a machine of the same 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.gpu_parts.rates import Rate, gather_rates, link_rates, pin_rates
-from benchmarks.gpu_parts.trace import trace_step
+from harness.decode.links import open_link
+from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning
+from harness.decode.session import LiveSession
+from harness.decode.store import Chosen, KVStore, RowFormat, indices
 from harness.errors import UserError, exit_code, interruptible, nearest, reason
 from harness.files import write_atomic
 from harness.model.load import require_kernels
+from harness.model.resources import Resources
 from harness.results.record import read_record
 from harness.run.all_runs import run_all
 from harness.run.compose import load
 from harness.run.runner import Run, report, require_devices
+from harness.settings.codecs import codec_named
 from harness.settings.config import RunConfig
 from harness.settings.paths import RESULTS
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
-from harness.speed.link_rate import link_rate
+from harness.speed.generate import live
+from harness.speed.latency import decode_rows, prompt_ids
+from harness.speed.link_rate import idle_s, link_rate
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 PARTS = ("link", "gather", "pin", "steps")
 ON_A_GPU = [label for label in COUNTED if label not in ON_A_DISK]
 SYSTEMS = tuple(sorted(ON_A_GPU, key=lambda label: not LABELS[label].pinned))
@@ -74,6 +84,34 @@ TINY = [
 ]  # fmt: skip
 STEPS = ["gen_len=128", "warmup_steps=2", "timed_steps=5"]
 PAGEABLE_STEPS = ["warmup_steps=1", "timed_steps=1"]
+REPEATS = 5
+"""Of a rate."""
+HEAD_DIM, ROW_BYTES = 128, 512
+"""Of fp16 rows, K and V side by side."""
+CAPACITY, KEPT = 2048, 409
+"""Slots of a head, and the 20 % of them that a gather takes."""
+ROWS = (
+    *(("fp16", head_dim) for head_dim in (16, 32, 64, 128, 256, 512)),  # 64 B to 2 KiB
+    *((codec, head_dim) for codec in ("int8", "int4") for head_dim in (64, 128)),
+)
+WARM_UP = 3
+"""Steps before the profiled one; the last of them is timed without the profiler."""
+SHOWN = 30
+"""Kernels of the profile's table."""
+STEP = "decode step"
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of a Chrome trace that are work of the device."""
+
+
+# Rates
+
+
+class Rate(NamedTuple):
+    """Bytes/s of each repeat. at: the conditions that tell it from others of its part."""
+
+    name: str
+    samples: list[float]
+    at: str
 
 
 def rates(part: str, device: torch.device, out: Path) -> Iterator[Rate]:
@@ -82,9 +120,9 @@ def rates(part: str, device: torch.device, out: Path) -> Iterator[Rate]:
     num_bytes = 512 * MIB if on_gpu else MIB // 4
     if part == "pin":
         return pin_rates(device, 8 * num_bytes)
-    if part == "gather":
-        return gather_rates(device, num_bytes)
     link = link_rate(out, device, None)
+    if part == "gather":
+        return gather_rates(device, num_bytes, link.tuning)
     return link_rates(device, num_bytes, None if on_gpu else link.bytes_per_s)
 
 
@@ -98,6 +136,92 @@ def keep_rates(part: str, found: Iterator[Rate], path: Path) -> None:
         row = {"part": part, "name": name, "at": at, "bytes_per_s": value, "low": low, "high": high}
         rows.append(row | {"num_samples": len(samples)})
         write_atomic(path, pd.DataFrame(rows).to_csv(index=False))
+
+
+def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) -> Iterator[Rate]:
+    """The rates of one copy of `num_bytes` each way, and of both at once, whose bytes count together.
+
+    bytes_per_s: the emulated link's, None under CUDA. The emulated link is one for both directions; under CUDA each
+    direction has a stream of its own.
+    """
+    slots = num_bytes // ROW_BYTES
+    with ExitStack() as stack:
+        source, target = (stack.enter_context(host_store(device, 1, slots)) for _ in range(2))
+        there = stack.enter_context(open_link(device, bytes_per_s=bytes_per_s))
+        back = stack.enter_context(open_link(device)) if device.type == "cuda" else there
+        loaded, written = (each.rows_in(each.new_buffer(slots), slots)[:, :, :slots] for each in (source, target))
+
+        def move(ways: Sequence[str]) -> None:
+            if "h2d" in ways:
+                there.prefetch(source, slots, loaded)
+            if "d2h" in ways:
+                back.write_back(target, written, 0)
+            there.drain()
+            back.drain()
+
+        for ways in (("h2d",), ("d2h",), ("h2d", "d2h")):
+            moved = len(ways) * slots * ROW_BYTES
+            seconds = repeated(device, partial(move, ways))
+            yield Rate(" with ".join(ways), [moved / each for each in seconds], f"bytes {moved}")
+
+
+def gather_rates(device: torch.device, num_bytes: int, tuning: Tuning) -> Iterator[Rate]:
+    """The rates of the gather of a fifth of `num_bytes` of slots, in order within a head as a selection is, by row."""
+    for codec, head_dim in ROWS:
+        heads = max(1, num_bytes // (CAPACITY * RowFormat(codec_named(codec), head_dim, torch.float16).slot_bytes))
+        with host_store(device, heads, CAPACITY, head_dim, codec, tuning) as store:
+            kept = torch.rand(1, heads, CAPACITY, device=device).topk(KEPT).indices
+            mask = torch.zeros(1, heads, CAPACITY, dtype=torch.bool, device=device).scatter_(-1, kept, True)
+            rows = store.rows_in(store.new_buffer(KEPT), KEPT)[:, :, :KEPT]
+            seconds = repeated(device, partial(store.load, Chosen(*indices(mask, KEPT)), rows))
+            payload = heads * KEPT * store.slot_bytes
+            at = f"row_bytes {store.slot_bytes}, {codec}, head_dim {head_dim}"
+            yield Rate("gather", [payload / each for each in seconds], at)
+
+
+def pin_rates(device: torch.device, num_bytes: int) -> Iterator[Rate]:
+    """The rate of page-locking `num_bytes` of fresh memory."""
+    slabs: list[PinnedSlab] = []
+    seconds = repeated(device, lambda: slabs.append(PinnedSlab(num_bytes)), lambda: slabs.pop().close())
+    yield Rate("page-locking", [num_bytes / each for each in seconds], f"bytes {num_bytes}")
+
+
+def repeated(device: torch.device, act: Callable[[], object], undo: Callable[[], object] = lambda: None) -> list[float]:
+    """Seconds of `REPEATS` runs, from an idle device to an idle device, after one that warms up. undo: untimed, after
+    each."""
+    seconds = []
+    for _ in range(REPEATS + 1):
+        began = idle_s(device)
+        act()
+        seconds.append(idle_s(device) - began)
+        undo()
+    return seconds[1:]
+
+
+@contextmanager
+def host_store(
+    device: torch.device,
+    heads: int,
+    capacity: int,
+    head_dim: int = HEAD_DIM,
+    codec: str = "fp16",
+    tuning: Tuning = DEFAULT_TUNING,
+) -> Iterator[KVStore]:
+    """A store in host memory, page-locked under CUDA, freed at the end."""
+    stored = RowFormat(codec_named(codec), head_dim, torch.float16)
+    slab = PinnedSlab(heads * capacity * stored.slot_bytes) if device.type == "cuda" else None
+    store = KVStore(
+        stored, batch=1, num_kv_heads=heads, capacity=capacity, placement="host", device=device, tuning=tuning
+    ).allocate(slab)
+    try:
+        yield store
+    finally:
+        store.free()
+        if slab is not None:
+            slab.close()
+
+
+# Steps
 
 
 def time_steps(options: argparse.Namespace, out: Path, minutes: float) -> None:
@@ -153,6 +277,85 @@ def render_floors(records: Sequence[dict[str, Any]]) -> str:
         times = f"{moved / MIB:10.1f} MiB{1e3 * floor_s:9.2f} ms{step_s / floor_s:14.2f}"
         lines.append(f"{shape:12}{label:18}{1e3 * step_s:9.2f} ms{times}")
     return "\n".join(lines)
+
+
+# A step under the profiler
+
+
+def trace_step(config: RunConfig, path: Path) -> None:
+    """Profile a decode step of the run that `config` describes. Writes a Chrome trace to `path`, compressed where it
+    ends with .gz, and prints the step's time without the profiler, its kernels, and how busy each stream was.
+    """
+    loaded, shape = Resources().model(config.model), config.latency
+    with (
+        live(config, loaded, lambda: decode_rows(shape)) as (open_session, _),
+        closing(open_session(shape.gen_len)) as session,
+    ):
+        device = session.attached.device
+        found = _profiled(session, prompt_ids(config, loaded, shape.batch_size).to(device))
+        pinned_gib = session.pinned_bytes / GIB
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found.export_chrome_trace(str(path))
+    order = "self_cpu_time_total"
+    if device.type == "cuda":
+        order = "self_device_time_total"
+        peak_gib = torch.cuda.max_memory_allocated() / GIB
+        print(f"peak of the device {peak_gib:.2f} GiB, page-locked {pinned_gib:.2f} GiB")
+    print(found.key_averages().table(sort_by=order, row_limit=SHOWN, max_name_column_width=90))
+    print(render_streams(read_trace(path)))
+
+
+def _profiled(session: LiveSession, ids: torch.Tensor) -> profile:
+    """Run the prompt and some steps; returns the profile of the last one."""
+    device = session.attached.device
+    began = idle_s(device)
+    logits = session.prefill(ids, torch.ones_like(ids, dtype=torch.bool))
+    prompt_s = idle_s(device) - began
+    for _ in range(WARM_UP):
+        began = idle_s(device)
+        logits = session.decode_step(logits.argmax(-1))
+        queued_s = time.perf_counter() - began
+        step_s = idle_s(device) - began
+    print(
+        f"prompt {prompt_s:.2f} s; a step without the profiler {1e3 * step_s:.2f} ms, "
+        f"of which the host queues for {1e3 * queued_s:.2f} ms"
+    )
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    for _ in range(2):  # the first profile of a process is slow
+        with profile(activities=activities) as found, record_function(STEP):
+            logits = session.decode_step(logits.argmax(-1))
+            idle_s(device)
+    return found
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a Chrome trace."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as stream:
+        events: list[dict[str, Any]] = json.load(stream)["traceEvents"]
+    return events
+
+
+def render_streams(events: list[dict[str, Any]]) -> str:
+    """A line for each CUDA stream of a trace: its pieces of work, and how long it was busy and idle between them."""
+    work = pd.DataFrame([event | event["args"] for event in events if event.get("cat") in ON_DEVICE])
+    if work.empty:
+        return "no work of a GPU in the trace"
+    lines = []
+    for stream, pieces in work.sort_values("ts").groupby("stream"):
+        ends = pieces["ts"] + pieces["dur"]
+        gaps = (pieces["ts"] - ends.shift()).iloc[1:].clip(lower=0)
+        median_us = gaps.median() if len(gaps) else 0.0
+        lines.append(
+            f"stream {stream}: {len(pieces)} kernels and copies, busy {pieces['dur'].sum() / 1e3:.2f} ms, "
+            f"idle between them {gaps.sum() / 1e3:.2f} ms (median gap {median_us:.1f} us)"
+        )
+    return "\n".join(lines)
+
+
+# The command
 
 
 def words(allowed: Sequence[str]) -> Callable[[str], list[str]]:

@@ -13,7 +13,6 @@ import sys
 import time
 from contextlib import suppress
 from functools import cached_property
-from importlib import metadata
 from typing import Any, NamedTuple
 
 
@@ -69,10 +68,6 @@ class Worker:
         disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
-
-    def version(self, package: str) -> str:
-        """The version of a package."""
-        return metadata.version(package)
 
     def decode(self, backend: str, ids: list[list[int]], warm_up: int, steps: int) -> Timed:
         """Steps on a `QuantizedCache` of 4 bits; its prompt is not timed."""

@@ -1,6 +1,6 @@
 """This harness against what one would use in its place, job by job, with one model and one number of threads.
 
-    python -m benchmarks.peers                       all jobs, 30 minutes; peers without their packages are skipped
+    python -m benchmarks.peers                       the jobs that need no --peers-python, 30 minutes
     python -m benchmarks.peers --peers-python ~/peers/bin/python --jobs question sweep
     python -m benchmarks.peers --jobs replay --methods h2o quest --threads 2 model=qwen2.5-coder-0.5b seq_len=8192
     python -m benchmarks.peers platform=cuda model=opt-13b model.weights=random --jobs decode
@@ -89,8 +89,8 @@ PRESSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 """By method: kvpress's class and its settings, and the settings that make ours the same rule."""
 ASKED = ("snapkv", "expected")
-BACKENDS = {"quanto": "optimum-quanto", "hqq": "hqq"}
-"""Packages of QuantizedCache's backends."""
+BACKENDS = ("quanto", "hqq")
+"""Of QuantizedCache."""
 BATCH_SIZES = (1, 4, 8, 16)
 """Of HFLM."""
 HEAD_ROWS = 128
@@ -151,32 +151,16 @@ class Bench:
             raise UserError(f"the offline text has no {count} tokens from token {first} on; choose smaller sizes")
         return found
 
-    def has(self, package: str) -> bool:
-        """Whether the peers' interpreter has a package; if not, a line says so."""
-        if self.peer is None:
-            say(f"{package} is skipped, no interpreter: give --peers-python PATH")
-            return False
-        try:
-            self.peer.call("version", package=package)
-        except PeerError as error:
-            say(f"{package} is skipped, {error}")
-            return False
-        return True
 
-    def paired(
-        self, case: str, contestants: Mapping[str, Callable[[], Any]]
-    ) -> tuple[dict[str, list[Took]], dict[str, Any]]:
-        """Run the contestants in turn."""
-        say(f"{case}: {', '.join(contestants)}")
-        return in_turn(contestants, self.sizes.rounds)
-
-
-def in_turn(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, list[Took]], dict[str, Any]]:
+def in_turn(
+    case: str, contestants: Mapping[str, Callable[[], Any]], rounds: int
+) -> tuple[dict[str, list[Took]], dict[str, Any]]:
     """Run every contestant once a round, in every other round in reverse order, after a round that is not timed: so a
     busy machine slows all of them.
 
     Returns what each round took and the last result, by name. A contestant that returns `Timed` has timed itself.
     """
+    say(f"{case}: {', '.join(contestants)}")
     times: dict[str, list[Took]] = {name: [] for name in contestants}
     results: dict[str, Any] = {}
     for number in range(rounds + 1):
@@ -222,7 +206,7 @@ def perplexity(bench: Bench) -> Iterator[Comparison]:
         return losses
 
     case, peer = f"{sizes.windows} x {sizes.window} tokens", "transformers forward"
-    times, losses = bench.paired(case, {OURS: ours, peer: theirs})
+    times, losses = in_turn(case, {OURS: ours, peer: theirs}, bench.sizes.rounds)
     pairs = zip(losses[OURS], losses[peer], strict=True)
     is_equal = all(abs(own - other) < LOSS for own, other in pairs)
     yield Comparison(case, peer, times[OURS], times[peer], is_equal)
@@ -231,8 +215,6 @@ def perplexity(bench: Bench) -> Iterator[Comparison]:
 def asked(bench: Bench, methods: Sequence[str], length: int) -> Iterator[Comparison]:
     """A question to a context of so many tokens, under each method. Ours share its dense pass, which runs anew in each
     round."""
-    if not bench.has("kvpress"):
-        return
     context = bench.loaded.tokenizer.decode(bench.text_ids(length))
     tokens = bench.peer.call("tokens", context=context, question=QUESTION)
 
@@ -246,7 +228,7 @@ def asked(bench: Bench, methods: Sequence[str], length: int) -> Iterator[Compari
         presses.append([name, settings | {"compression_ratio": EVICTED}])
     told = {"context": context, "question": QUESTION, "presses": presses, "max_new_tokens": bench.sizes.answer}
     case = f"{methods[0] if len(methods) == 1 else f'{len(methods)} methods'}, {length} tokens"
-    times, texts = bench.paired(case, {OURS: ours, "kvpress": partial(bench.peer.timed, "ask", **told)})
+    times, texts = in_turn(case, {OURS: ours, "kvpress": partial(bench.peer.timed, "ask", **told)}, bench.sizes.rounds)
     yield Comparison(case, "kvpress", times[OURS], times["kvpress"], texts[OURS] == texts["kvpress"])
 
 
@@ -285,14 +267,14 @@ def against_hflm(
         if size <= max(1, len(requests)):
             lm = HFLM(pretrained=bench.loaded.model, tokenizer=bench.loaded.tokenizer, batch_size=size)
             theirs[f"HFLM, batch {size}"] = partial(getattr(lm, call), requests, disable_tqdm=True)
-    times, _ = in_turn(theirs, 1)
+    times, _ = in_turn(f"{case}, to find the batch size", theirs, 1)
     peer = min(times, key=lambda name: times[name][0].cpu_s)
     contestants = {peer: theirs[peer]}
     for method in ("full", *bench.methods):
         config = bench.config("experiment=tasks", f"method={method}")
         lm = ReplayLM(config, bench.loaded, case, Prefill("dense"))
         contestants[method] = partial(getattr(lm, call), requests)
-    times, answers = bench.paired(case, contestants)
+    times, answers = in_turn(case, contestants, bench.sizes.rounds)
     for method in ("full", *bench.methods):
         is_equal = equal(answers[method], answers[peer]) if method == "full" else None
         yield Comparison(f"{case}, {method}", peer, times[method], times[peer], is_equal)
@@ -380,24 +362,21 @@ def decode_full(bench: Bench) -> Iterator[Comparison]:
             return decode(model, cache, token, bench.sizes.warm_up, bench.sizes.steps)
 
         contestants = {OURS: partial(live_steps, bench, prompt, config), peer: theirs}
-        times, tokens = bench.paired(case, contestants)
+        times, tokens = in_turn(case, contestants, bench.sizes.rounds)
         yield Comparison(case, peer, times[OURS], times[peer], tokens[OURS] == tokens[peer])
 
 
 def quantized(bench: Bench) -> Iterator[Comparison]:
     """Steps of a cache in 4 bits. transformers' keeps the last 128 tokens as they are, and decodes all others anew."""
-    backends = [backend for backend, package in BACKENDS.items() if bench.has(package)]
-    if not backends:
-        return
     config = bench.config("experiment=latency", "method=int4", "placement=device")
     sizes = bench.sizes
     for case, prompt in prompts(bench):
         contestants: dict[str, Callable[[], Any]] = {OURS: partial(live_steps, bench, prompt, config)}
-        for backend in backends:
+        for backend in BACKENDS:
             asked = {"ids": prompt.prompt.ids.tolist(), "warm_up": sizes.warm_up, "steps": sizes.steps}
             contestants[backend] = partial(bench.peer.timed, "decode", backend=backend, **asked)
-        times, _ = bench.paired(case, contestants)
-        for backend in backends:
+        times, _ = in_turn(case, contestants, bench.sizes.rounds)
+        for backend in BACKENDS:
             yield Comparison(case, f"QuantizedCache, {backend}", times[OURS], times[backend], None)
 
 
@@ -412,7 +391,7 @@ def replay(bench: Bench) -> Iterator[Comparison]:
             ids = torch.tensor([bench.text_ids(config.seq_len, 1024)], device=attached.device)
             contestants[method] = partial(run_window, attached, setup, ids, prompt)
         case = f"{config.seq_len} tokens, prompt {config.prefill_len}"
-        times, _ = bench.paired(case, contestants)
+        times, _ = in_turn(case, contestants, bench.sizes.rounds)
     for method in bench.methods:
         yield Comparison(f"{method}, {case}", "full", times[method], times["full"], None)
 
@@ -438,6 +417,8 @@ JOBS: dict[str, Callable[[Bench], Iterator[Comparison]]] = {
     "sweep": sweep,
     "replay": replay,
 }
+BY_PEERS = ("question", "sweep", "quantized")
+"""Jobs whose peer runs under the interpreter of `--peers-python`."""
 
 
 # The command
@@ -474,6 +455,9 @@ def compare(options: argparse.Namespace) -> None:
             peer = stack.enter_context(Peer(options.peers_python, folder, options.threads))
         bench = Bench(loaded, options.settings, sizes, options.methods, peer)
         for job in options.jobs:
+            if job in BY_PEERS and peer is None:
+                say(f"{job} is skipped: give --peers-python PATH")
+                continue
             try:
                 for comparison in JOBS[job](bench):
                     print(line_of(job, comparison), flush=True)

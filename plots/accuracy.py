@@ -1,4 +1,4 @@
-"""Figures of accuracy tables: by budget, by position in the text, by length."""
+"""Figures of accuracy tables: by budget, by position in the text, by length; and of the board."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from harness.results.columns import whole_tasks
-from harness.results.metrics import METRICS, NUM_DEPTHS
+from harness.results.metrics import METRICS
 from plots import data, style
 
 AXES = {
@@ -238,6 +238,103 @@ def attention_error(table: pd.DataFrame) -> Figure | None:
     return style.draw_rows(rows, setup, draw, note=note)
 
 
+# The board, from `board-methods.csv`
+
+BOARD_INCHES = 4.4
+"""The width of a panel of the board."""
+BUDGET_INCHES = (6.4, 3.6)
+SPREAD = 0.08
+"""How far the bars of one budget lie from it, as a logarithm."""
+
+
+def budget(methods: pd.DataFrame) -> Figure | None:
+    """KL against the budget, on the shortest windows; None without two budgets.
+
+    A marker stands at its budget, its bar beside it: the 95 % interval of the ratio to the oracle's
+    KL, times the oracle's KL.
+    """
+    rows = _first_board(methods)
+    rows = rows[rows.apart == ""]
+    rows = rows[rows.num_models == rows.num_models.max()]
+    rows = rows[rows.seq_len == rows.seq_len.min()]
+    rows = rows[rows.label.isin(style.REGISTRY["budget"]) | rows.own]
+    if rows.asked_budget.nunique() < 2:
+        return None
+    rows = rows.assign(name=rows.label, x=100 * rows.asked_budget, y=rows.kl_nats, stderr=np.nan)
+    rows = rows.sort_values("x")
+    labels = rows.groupby("label").ratio.min().sort_values().index
+    shifts = pd.Series(np.linspace(-SPREAD, SPREAD, len(labels)), labels)
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        style.draw_lines(axes, panel)
+        for label, line in panel[panel.ratio_low.notna()].groupby("label"):
+            oracles = line.kl_nats / line.ratio
+            below = line.kl_nats - oracles * line.ratio_low
+            above = oracles * line.ratio_high - line.kl_nats
+            beside = line.x * np.exp(shifts[label])  # where a bar hides no other
+            like: Any = {"color": style.look(str(label)).color, "fmt": "_", "markersize": 3}
+            axes.errorbar(beside, line.y, [below, above], elinewidth=0.8, **like)
+        style.log(axes, "x")
+        style.log(axes, "y")
+        ticks = sorted(set(panel.x))
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set(xlabel=style.BUDGET_AXIS, ylabel=style.KL_AXIS)
+
+    many = "over models, as drawn from many" if rows.num_models.max() > 1 else "over places"
+    counts = f"{rows.num_models.max():.0f} models, {rows.num_windows.max():.0f} windows"
+    shown = f"{counts} of {rows.seq_len.max():,.0f} tokens: geometric mean"
+    bars = f"bars: 95 % interval of the ratio to the oracle's KL, {many}, beside its marker"
+    return style.draw_panels([("", rows, draw)], f"{shown}; {bars}", panel_inches=BUDGET_INCHES)
+
+
+def _first_board(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the first board of the table that have a ratio."""
+    return rows[rows.over.isin(rows.over.head(1)) & (rows.ratio > 0)]
+
+
+def board(methods: pd.DataFrame) -> Figure | None:
+    """Each method's KL beside the oracle's: a panel a budget, a line a method, the closest to the
+    full cache first.
+
+    A marker is the ratio of its KL to the oracle's, its bar the 95 % interval. Full markers are of
+    the shortest windows, hollow ones of longer windows. A cross is a method that is not compared,
+    such as one that cannot have the budget; these stand below the others.
+    """
+    rows = _first_board(methods)
+    if rows.empty:
+        return None
+    points = rows.assign(
+        x=rows.ratio,
+        bar_low=rows.ratio - rows.ratio_low,
+        bar_high=rows.ratio_high - rows.ratio,
+        length=rows.seq_len,
+        is_apart=rows.apart != "",
+    )
+    lengths = sorted(set(points.length))
+
+    def draw_budget(axes: Axes, panel: pd.DataFrame) -> None:
+        by_label = panel.groupby("label", sort=False)[["is_apart", "ratio"]].min()
+        names = by_label.sort_values(["is_apart", "ratio"], ascending=False).index
+        axes.axvline(1, color=style.GREY, linewidth=0.8, zorder=0)
+        style.draw_names(axes, panel, list(names), lengths)
+        axes.set(xlabel="KL / oracle's KL", xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
+
+    by_budget = points.groupby("asked_budget")
+    panels: list[style.Panel] = []
+    for _, panel in by_budget:
+        panels.append((f"budget {100 * panel.asked_budget.iloc[0]:.0f} %", panel, draw_budget))
+    most = points[~points.is_apart] if not points.is_apart.all() else points
+    counts = [f"{most.num_models.max():.0f} models"]
+    for length, number in most.groupby("length").num_windows.max().items():
+        counts.append(f"{number:.0f} windows of {length:,.0f} tokens")
+    over = "models, as drawn from many" if most.num_models.max() > 1 else "places of the texts"
+    panel_inches = (BOARD_INCHES, style.NAME_INCHES * by_budget.label.nunique().max() + 0.6)
+    note = f"{', '.join(counts)}; bars: 95 % interval, over {over}"
+    return style.draw_panels(panels, note, panel_inches=panel_inches)
+
+
 # Long contexts
 
 
@@ -271,7 +368,7 @@ def long(table: pd.DataFrame) -> Figure | None:
     return style.draw_rows(rows, ("model", "source", "metric"), draw, note=note)
 
 
-# Needles in a haystack: right answers by the prompt's length and their depth
+# Needles in a haystack: right answers by the prompt's length
 
 BAND = ["model", "setup", "task"]
 """What tells the figure's rows of panels apart."""
@@ -281,13 +378,10 @@ COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
 LUMINANCE, LIGHT = np.array([0.21, 0.72, 0.07]), 0.45
 """Weights of red, green and blue, and the luminance from which a tile's text is black."""
 TILE_INCHES = (0.52, 0.24)
-FEWEST = 8
-"""Questions that a tile of one depth must have; with fewer, a tile is of all depths together."""
 
 
 def ruler(table: pd.DataFrame) -> Figure | None:
-    """The share of right answers by the prompt's length and, where each depth of a needle has
-    questions enough, the depth.
+    """The share of right answers by the prompt's length, over all depths of the needle.
 
     A column per method, a row per task of needles and, where a method's runs differ in further
     settings, such as `prefill`, per these. A tile holds the percentage and the number of questions:
@@ -299,25 +393,21 @@ def ruler(table: pd.DataFrame) -> Figure | None:
         return None
     rows = rows.assign(setup=_setups(rows), length=rows.metric.astype(int))
     data.refuse_repeats(rows, ["label", *BAND, "length", "depth"])
-    depths = NUM_DEPTHS
-    if rows.num_samples.median() < FEWEST:
-        rows, depths = _over_depths(rows), 1
+    rows = _over_depths(rows)
     bands = rows[BAND].drop_duplicates().sort_values(["model", "setup"], kind="stable")
     labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
     width = len(labels) * (len(lengths) * TILE_INCHES[0] + 0.12) + 1.6
-    height = len(bands) * (depths * TILE_INCHES[1] + 0.2) + 0.9
+    height = len(bands) * (TILE_INCHES[1] + 0.2) + 0.9
     figure = Figure(figsize=(width, height), layout="constrained")
     panels = figure.subplots(len(bands), len(labels), squeeze=False, sharex=True, sharey=True)
     differing = [name for name in reversed(BAND) if bands[name].nunique() > 1]
     for line, (_, band) in zip(panels, bands.iterrows(), strict=True):
         of_band = rows[(rows[BAND] == band).all(axis=1)]
         for axes, label in zip(line, labels, strict=True):
-            _draw_needles(axes, of_band[of_band.label == label], lengths, depths)
+            _draw_needles(axes, of_band[of_band.label == label], lengths)
         words = [band[name] for name in differing if band[name]]
-        words = [*reversed(words), "depth (%)" if depths > 1 else "all depths"]
-        # The rows of one tile are too short for words along them.
-        upright = {} if depths > 1 else {"rotation": 0, "ha": "right", "va": "center"}
-        line[0].set_ylabel("\n".join(words), fontsize=6, **upright)
+        ylabel = "\n".join([*reversed(words), "all depths"])
+        line[0].set_ylabel(ylabel, fontsize=6, rotation=0, ha="right", va="center")
     for axes, label in zip(panels[0], labels, strict=True):
         share = data.budget_range(rows[rows.label == label])
         axes.set_title(f"{label}\nbudget {share} %", fontsize=6.5)
@@ -327,8 +417,6 @@ def ruler(table: pd.DataFrame) -> Figure | None:
     bar: Any = {"label": "right answers (%)", "shrink": min(1.0, 2 / height), "aspect": 12}
     figure.colorbar(colours, ax=panels, **bar)
     notes = [bands[name].iloc[0] for name in ("model", "task") if name not in differing]
-    if depths > 1:
-        notes.append("depth: where in the prompt the answer stands")
     notes.append("n: questions (the fewer, the paler; hatched: none)")
     notes.append(style.own_note([("", rows)]))
     return style.finish(figure, "; ".join(filter(None, notes)))
@@ -336,10 +424,10 @@ def ruler(table: pd.DataFrame) -> Figure | None:
 
 def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each length in place of its depths, each question weighing alike."""
-    rows = rows.assign(value=rows.value * rows.num_samples, depth=0)
+    rows = rows.assign(value=rows.value * rows.num_samples)
     by_length = rows.groupby(["label", *BAND, "length"], sort=False, as_index=False)
     sums = by_length.agg("sum", numeric_only=True)
-    firsts = by_length[["budget", "own", "depth"]].first()
+    firsts = by_length[["budget", "own"]].first()
     return firsts.assign(value=sums.value / sums.num_samples, num_samples=sums.num_samples)
 
 
@@ -353,26 +441,22 @@ def _setups(rows: pd.DataFrame) -> pd.Series:
     return different.reindex(rows.index, fill_value="")
 
 
-def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], depths: int) -> None:
-    """A tile for each length and depth; one without a question shows the hatch."""
-    tiles = np.zeros((depths, len(lengths), 4))
+def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int]) -> None:
+    """A tile for each length; one without a question shows the hatch."""
+    tiles = np.zeros((1, len(lengths), 4))
     for _, row in panel.iterrows():
-        depth, column = round(depths * row.depth), lengths.index(row.length)
+        column = lengths.index(row.length)
         weight = row.num_samples / (row.num_samples + 2)
         color = 1 - weight * (1 - np.array(COLOURS(PERCENT(row.value))[:3]))
-        tiles[depth, column] = (*color, 1)
+        tiles[0, column] = (*color, 1)
         ink = style.BLACK if color @ LUMINANCE > LIGHT else "white"
         words: Any = {"ha": "center", "va": "center", "color": ink}
-        axes.text(column, depth - 0.12, f"{row.value:.0f}", fontsize=6.5, **words)
-        axes.text(column, depth + 0.27, f"n = {row.num_samples:.0f}", fontsize=4.5, **words)
+        axes.text(column, -0.12, f"{row.value:.0f}", fontsize=6.5, **words)
+        axes.text(column, 0.27, f"n = {row.num_samples:.0f}", fontsize=4.5, **words)
     axes.imshow(tiles, aspect="auto")
     axes.patch.set(hatch="////", edgecolor=style.LIGHT_GREY, linewidth=0)
     axes.grid(visible=False)
-    right, bottom = len(lengths) - 0.5, depths - 0.5
-    line: Any = {"color": "white", "linewidth": 0.8}
-    axes.hlines(np.arange(1, depths) - 0.5, -0.5, right, **line)
-    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, bottom, **line)
+    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, 0.5, color="white", linewidth=0.8)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=5.5)
-    edges = np.arange(depths + 1) if depths > 1 else np.array([])
-    axes.set_yticks(edges - 0.5, [f"{100 * edge // depths:.0f}" for edge in edges], fontsize=5.5)
+    axes.set_yticks([])
     axes.tick_params(length=2, pad=1.5)

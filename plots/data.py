@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.errors import UserError, printable, shortened
+from harness.errors import UserError
 from harness.results import columns
 from harness.results.metrics import quantity
 from harness.settings.paths import table_to_read
 
 PAPER_PLATFORM = "a6000-pcie3"
 """The modelled platform that stands for the paper's machine."""
-NAMES = {"label", "model", "series", "task"}
-"""Columns of words that figures show."""
-MAX_LETTERS = 44
-NARROW_SPACE = "\u2009"
 TIMED_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 """The setup of a timed run."""
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
@@ -40,8 +36,6 @@ def read(results: Path, name: str) -> pd.DataFrame | None:
     table = columns.read_frame(path)
     shape = columns.shape_of(table.columns)
     table = table.reindex(columns=columns.TABLES[shape])
-    for column in NAMES & {*table}:
-        table[column] = _legible(table[column])
     if shape == "accuracy":
         prefill = table.settings.str.extract(PREFILL_LEN, expand=False).fillna("")
         table = table.assign(stderr=_paired_stderr(table), prefill_len=prefill)
@@ -50,18 +44,6 @@ def read(results: Path, name: str) -> pd.DataFrame | None:
         table = table.assign(value=factor * table.value, stderr=factor * table.stderr)
     is_shipped = table.shipped != ""
     return table.assign(own=~is_shipped & bool(is_shipped.any()))
-
-
-def _legible(names: pd.Series) -> pd.Series:
-    """Names as a legend shows them: one line, and short where no other is then the same.
-
-    None begins with an underscore, since matplotlib leaves such names out.
-    """
-    whole = names.map(printable).str.replace("^_", f"{NARROW_SPACE}_", regex=True)
-    distinct = whole.drop_duplicates()
-    short = distinct.map(lambda name: shortened(name, MAX_LETTERS))
-    shown = distinct.where(short.duplicated(keep=False), short)
-    return whole.map(dict(zip(distinct, shown, strict=True)))
 
 
 def _paired_stderr(table: pd.DataFrame) -> pd.Series:

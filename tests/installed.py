@@ -27,10 +27,7 @@ BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.
 MODULE = "benchmarks/gpu.py"
 """A module of the wheel in none of these folders."""
 ALWAYS = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "run.py")
-PLACES = {
-    "harness": "harness", "methods": "methods", "plots": "plots", "benchmarks/gpu_parts": "benchmarks/gpu_parts",
-    "conf": "harness/conf",
-}  # fmt: skip
+PLACES = {"harness": "harness", "methods": "methods", "plots": "plots", "conf": "harness/conf"}
 """Folders of the repository, and where the wheel has their files."""
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "runs", "jobs", "figures", "*.html", "*.json")
 """Of `results` what is made from the tables, and what is a machine's own."""

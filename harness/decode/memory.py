@@ -32,7 +32,7 @@ MEMORY_HINTS = "lower batch_size, prompt_len or gen_len, or choose a codec of fe
 
 @dataclass(frozen=True)
 class Tuning:
-    """How rows cross the link of a device.
+    """How rows cross the link of one device fastest (measured in `harness.speed.link_rate`).
 
     num_programs: of the kernel that moves single rows. bytes_in_flight: under way in all programs
     together, enough to cover the link's latency. min_copy_bytes: a contiguous piece of this size is

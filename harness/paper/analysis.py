@@ -28,7 +28,7 @@ from harness.model.calibration import cached_calibration
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.load import LoadedModel, model_config
 from harness.model.prompts import PromptPass
-from harness.model.shape import WEIGHT_BYTES, count_weights
+from harness.model.shape import FFN_MATRICES, WEIGHT_BYTES, count_weights
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from methods.attention import Softmax
@@ -392,25 +392,23 @@ def layer_inputs(subject: Subject) -> Iterator[Point]:
     on, unless `analysis.layers` names some. The FFN output is the gain of the residual stream
     beyond the attention output, so no family's module names are needed.
 
-    Raises UserError for layer 0, which has none before it, and for a model that norms after the
-    residual sum.
+    Raises UserError for layer 0, which has none before it, and for a model whose blocks do not add
+    both outputs to their input as they are.
     """
-    decoder = subject.attached.decoder
-    num_layers = len(decoder.layers)
-    if len(decoder.blocks) != num_layers:
-        model = f"model {subject.loaded.name}"
-        raise UserError(f"{model}: Table 1 needs a model of which every layer attends, once")
-    chosen = subject.layers(()) or tuple(range(1, num_layers))
+    family, described = subject.attached.geometry.family, subject.loaded.model.config
+    if family not in FFN_MATRICES or not getattr(described, "do_layer_norm_before", True):
+        needed = f"blocks that norm their inputs alone, as those of {', '.join(FFN_MATRICES)}"
+        raise UserError(f"model {subject.loaded.name}: Table 1 needs {needed}")
+    layers = subject.attached.decoder.layers
+    chosen = subject.layers(()) or tuple(range(1, len(layers)))
     if 0 in chosen:
         raise UserError("analysis.layers: layer 0 has no layer before it; name layers from 1 on")
     stream = _ResidualStream()
     with ExitStack() as hooks:
         hook = hooks.enter_context
-        for layer in decoder.layers:
+        for layer in layers:
             hook(layer.block.register_forward_pre_hook(stream.enter, with_kwargs=True))
             hook(layer.module.register_forward_hook(stream.attended))
-            for module in layer.block.modules():
-                hook(module.register_forward_hook(stream.computed))
         subject.run()
     similarities = torch.stack(stream.similarities)[[layer - 1 for layer in chosen]]  # [layers, 3]
     metric = "cosine_similarity"
@@ -424,13 +422,11 @@ def layer_inputs(subject: Subject) -> Iterator[Point]:
 class _ResidualStream:
     """Hooks that compare each block input with the input and the outputs of the block before it.
 
-    similarities: for each layer from the second on, fp32 [3] in the order of `INPUTS`. outputs: of
-    the submodules of the block under way.
+    similarities: for each layer from the second on, fp32 [3] in the order of `INPUTS`.
     """
 
     def __init__(self) -> None:
         self.similarities: list[Tensor] = []
-        self.outputs: list[Tensor] = []
         self.earlier: list[Tensor] = []  # the block's input, and its attention's output
 
     def enter(self, module: Any, args: tuple[Any, ...], call: Mapping[str, Any]) -> None:
@@ -438,33 +434,14 @@ class _ResidualStream:
         hidden = (args[0] if args else call["hidden_states"])[0].float()
         if self.earlier:
             before, attn_out = self.earlier
-            ffn_out = hidden - before - attn_out
-            close = 1e-2 * float(ffn_out.abs().max())
-            of_its_size = [one for one in self.outputs if one.numel() == ffn_out.numel()]
-            if not any(
-                torch.allclose(one.float().reshape(ffn_out.shape), ffn_out, atol=close)
-                for one in of_its_size
-            ):
-                # The model adds something else to the residual stream, or scales or norms the FFN
-                # output first.
-                raise UserError(
-                    "Table 1 needs a model whose residual stream takes in the outputs of its "
-                    "attention and its FFN as they are"
-                )
-            parts = (before, attn_out, ffn_out)
+            parts = (before, attn_out, hidden - before - attn_out)
             cosines = [torch.cosine_similarity(hidden, part, dim=-1).mean() for part in parts]
             self.similarities.append(torch.stack(cosines).cpu())
         self.earlier = [hidden]
-        self.outputs.clear()
 
     def attended(self, module: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """An attention module has its output, which the residual stream is about to take in."""
         self.earlier.append(output[0][0].float())
-
-    def computed(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
-        """A submodule of the block has an output."""
-        if isinstance(output, Tensor):
-            self.outputs.append(output)
 
 
 # Runs

@@ -4,7 +4,7 @@
 
 A row is a method of the board at one of its budgets, with its rows on the device, in host memory,
 or in host memory behind a GPU cache. How many users fit is the arithmetic of a live session. Speed
-is the step of an engine by the cost model (`harness.paper.costmodel.capacity`), alike for every
+is the step of an engine by the cost model (`harness.paper.costmodel.step`), alike for every
 method; that of this code, whose host launches kernel by kernel, stands beside it. What a method
 loses was measured on the board's models. `advise.yaml` has the launches of each method here, the
 formats of a cache that engines ship, and the engines that have a method.
@@ -38,7 +38,7 @@ from harness.settings.paths import COMMAND, CONF_DIR, SHIPPED
 if TYPE_CHECKING:
     import pandas as pd
 
-    from harness.paper.costmodel.capacity import Step
+    from harness.paper.costmodel.step import Step
 
 KNOWN = read_yaml(Path(__file__).with_name("advise.yaml"))
 BOARD = SHIPPED / "tables" / "board-methods.csv"
@@ -148,7 +148,7 @@ class Option:
     @cached_property
     def ttft_s(self) -> tuple[float, float]:
         """Seconds of one prompt alone, from the least to the most."""
-        from harness.paper.costmodel.capacity import PREFILL_SHARES
+        from harness.paper.costmodel.step import PREFILL_SHARES
 
         least, most = sorted(map(self.step.prefill_seconds, PREFILL_SHARES))
         return least, most
@@ -267,7 +267,7 @@ def board_rows(context: int) -> pd.DataFrame:
 def _options(config: RunConfig, row: pd.Series) -> Iterator[Option]:
     """A row of the board in each place that its method has. Raises UserError for what cannot be
     known."""
-    from harness.paper.costmodel.capacity import modelled_step
+    from harness.paper.costmodel.step import modelled_step
 
     words = [f"method={row['method']}"]
     if not row["own_budget"]:
@@ -589,7 +589,7 @@ def _data(option: Option) -> dict[str, Any]:
 
 def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str]) -> list[str]:
     """Where each number comes from, and what was not measured."""
-    from harness.paper.costmodel.capacity import LAUNCH_S
+    from harness.paper.costmodel.step import LAUNCH_S
 
     least, most = options[0].ttft_s
     platform = options[0].step.platform

@@ -167,7 +167,7 @@ def _check_managed(config: RunConfig) -> None:
     from harness.decode.memory import GIB, MEMORY_HINTS
     from harness.decode.share import BatchLengths
     from harness.model.shape import FFN_MATRICES, WEIGHT_BYTES, ModelShape
-    from harness.paper.costmodel.capacity import plan_of_shape
+    from harness.paper.costmodel.step import plan_of_shape
 
     gib, model, lengths = config.platform.device_gib, config.model, config.latency
     card_bytes = None if gib is None else int(gib * GIB)

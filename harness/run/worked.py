@@ -36,7 +36,7 @@ OF_RUN = ("method", "budget", "placement", "gpu_cache")
 
 def pages(readme: str) -> tuple[str, str]:
     """The worked questions, as Markdown, and README with its lines of the first."""
-    from harness.paper.costmodel.capacity import LAUNCH_S
+    from harness.paper.costmodel.step import LAUNCH_S
 
     lines = [
         "# Advice",
@@ -96,7 +96,7 @@ def beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
 def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:
     """Tokens/s of all users in a run of the worked question's machine and model. own: the run's
     settings, and others of the question."""
-    from harness.paper.costmodel.capacity import modelled_step
+    from harness.paper.costmodel.step import modelled_step
 
     question = [word for word in asked if not word.startswith("advise")]
     run: list[str] = []

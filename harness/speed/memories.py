@@ -73,7 +73,9 @@ def two_memories(config: RunConfig, attached: Attached) -> Iterator[tuple[LinkRa
     links: dict[torch.device, Link] = {}
     with _device_memory(config, attached), ExitStack() as stack:
         for device in devices:
-            link = open_link(device, bytes_per_s=bytes_per_s, overlap=platform.overlap)
+            link = open_link(
+                device, bytes_per_s=bytes_per_s, overlap=platform.overlap, tuning=rate.tuning
+            )
             links[device] = stack.enter_context(link)
         yield rate, links or None
 

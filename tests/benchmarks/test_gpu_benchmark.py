@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import rates, trace
 from harness.decode import memory as pinned
+from harness.decode.memory import Tuning
 from harness.errors import BugError
 from harness.model.resources import Resources
 from harness.results.record import read_record
@@ -62,7 +62,7 @@ def test_everything_is_measured_in_ordinary_runs_once(tmp_path, drawn, monkeypat
         rows = list(csv.DictReader(stream))
     assert [row["name"] for row in rows if row["part"] == "link"] == ["h2d", "d2h", "h2d with d2h"]
     gathers = [row["at"] for row in rows if row["part"] == "gather"]
-    assert len(gathers) == len(rates.ROWS) and "row_bytes 144, int4, head_dim 128" in gathers
+    assert len(gathers) == len(gpu.ROWS) and "row_bytes 144, int4, head_dim 128" in gathers
     assert all(float(row["low"]) <= float(row["bytes_per_s"]) <= float(row["high"]) for row in rows)
     found = {(each["config"]["label"], each["metrics"]["prompt_len"]) for each in records(tmp_path)}
     assert found == {(label, prompt) for label in labels for prompt in (24, 48)}
@@ -74,7 +74,7 @@ def test_everything_is_measured_in_ordinary_runs_once(tmp_path, drawn, monkeypat
     assert places == sorted(places), "rates come first"
     assert run(tmp_path) == 0
     assert f"{len(found)} of {len(found)} runs were finished before, skipped" in capsys.readouterr().out
-    monkeypatch.setattr(gpu, "gather_rates", lambda *_: iter([rates.Rate("gather", [1.0], "new")]))
+    monkeypatch.setattr(gpu, "gather_rates", lambda *_: iter([gpu.Rate("gather", [1.0], "new")]))
     assert run(tmp_path, "--parts", "gather") == 0
     table = (tmp_path / "rates.csv").read_text()
     assert table.count("\ngather,") == 1 and table.count("\nlink,") == 3, "in place of the part's earlier rates"
@@ -107,7 +107,7 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
         return time_run(attached, prompt, timed_run, **settings)
 
     def breaks(*_):
-        yield rates.Rate("h2d", [1.0], "")
+        yield gpu.Rate("h2d", [1.0], "")
         raise RuntimeError("driver")
 
     from harness.speed.latency import time_run
@@ -152,7 +152,7 @@ def test_a_decode_step_is_traced(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "a step without the profiler" in printed and "aten::" in printed
     assert "no work of a GPU in the trace" in printed
-    steps = [event for event in trace.read_trace(file) if event.get("name") == trace.STEP]
+    steps = [event for event in gpu.read_trace(file) if event.get("name") == gpu.STEP]
     assert len(steps) == 1, "the first profile is left out"
     assert not (tmp_path / "runs").exists(), "instead of the parts"
 
@@ -163,26 +163,26 @@ def test_a_stream_is_busy_and_idle():
 
     events = [work(7, 1000, 500), work(7, 1600, 400), work(7, 2300, 700, "gpu_memcpy"), work(20, 0, 1000)]
     events += [{"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 1}, {"ph": "M", "name": "process_name"}]
-    assert trace.render_streams(events).splitlines() == [
+    assert gpu.render_streams(events).splitlines() == [
         "stream 7: 3 kernels and copies, busy 1.60 ms, idle between them 0.40 ms (median gap 200.0 us)",
         "stream 20: 1 kernels and copies, busy 1.00 ms, idle between them 0.00 ms (median gap 0.0 us)",
     ]
 
 
 def test_rates_of_a_gpu_go_through_its_kernels_and_copies(monkeypatch):
-    monkeypatch.setattr(rates, "PinnedSlab", FakeSlab)
+    monkeypatch.setattr(gpu, "PinnedSlab", FakeSlab)
     with fake_gpu() as trace:
         assert [rate.at for rate in gpu.link_rates(CUDA, 2**20, None)] == [f"bytes {2**20}"] * 2 + [f"bytes {2**21}"]
-        gathers = list(gpu.gather_rates(CUDA, 2**22))
+        gathers = list(gpu.gather_rates(CUDA, 2**22, Tuning()))
         assert trace.faults == []
-        assert trace.link[None, "cudaMemcpy2DAsync"] == 4 * (rates.REPEATS + 1), "one way, the other, both"
-        assert trace.launches[None, "_move_rows"] == len(gathers) * (rates.REPEATS + 1)
+        assert trace.link[None, "cudaMemcpy2DAsync"] == 4 * (gpu.REPEATS + 1), "one way, the other, both"
+        assert trace.launches[None, "_move_rows"] == len(gathers) * (gpu.REPEATS + 1)
     locked, unlocked = [], []
-    monkeypatch.setattr(rates, "PinnedSlab", pinned.PinnedSlab)
+    monkeypatch.setattr(gpu, "PinnedSlab", pinned.PinnedSlab)
     monkeypatch.setattr(pinned, "call_cuda", lambda name, address, num_bytes, flags: locked.append(num_bytes))
     monkeypatch.setattr(pinned, "_unlock", unlocked.append)
     (rate,) = gpu.pin_rates(torch.device("cpu"), 2**20)
-    assert locked == [2**20] * (rates.REPEATS + 1) and len(unlocked) == len(rate.samples) + 1, "anew each time"
+    assert locked == [2**20] * (gpu.REPEATS + 1) and len(unlocked) == len(rate.samples) + 1, "anew each time"
 
 
 def test_the_runs_of_a_gpu_are_ordinary_ones():

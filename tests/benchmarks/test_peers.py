@@ -84,8 +84,8 @@ def test_jobs_whose_peers_are_installed_have_equal_results(model, capsys):
     assert equal == [("perplexity", "yes"), *tasks, ("decode", "yes"), ("decode", "yes")]
     assert found[1][1] == "1 questions, full" and found[2][1] == "1 questions, h2o"
     assert found[3][2] in ("HFLM, batch 1", "HFLM, batch 4"), "no batch is much larger than the requests are many"
-    for package in ("kvpress", "optimum-quanto", "hqq"):
-        assert f"{package} is skipped, no interpreter: give --peers-python PATH" in told
+    for job in ("question", "quantized"):
+        assert f"{job} is skipped: give --peers-python PATH" in told
 
 
 def test_a_window_is_replayed_under_each_method_and_the_full_cache(model, capsys):
@@ -98,9 +98,6 @@ def test_a_window_is_replayed_under_each_method_and_the_full_cache(model, capsys
 
 def test_answers_are_those_of_the_peers_process(model, tmp_path, monkeypatch, capsys):
     (tmp_path / "kvpress.py").write_text(KVPRESS)
-    info = tmp_path / "kvpress-0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Name: kvpress\nVersion: 0.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     other = {"__missing__": lambda *_: ("KnormPress", {"sign": -1}, [])}  # no rule of ours, and not of the sweep
     monkeypatch.setattr(peers, "ASKED", ("knorm", "keydiff"))
@@ -111,7 +108,7 @@ def test_answers_are_those_of_the_peers_process(model, tmp_path, monkeypatch, ca
     equal = [(cells[0], cells[-1]) for cells in rows(printed)]
     assert equal == [("question", "yes"), ("question", "NO"), ("sweep", "yes")]
     assert "question, keydiff, 200 tokens: not equal to kvpress" in told
-    assert "optimum-quanto is skipped, PackageNotFoundError: " in told
+    assert "quantized: failed, " in told, "the packages of its peers are not here"
 
 
 def test_a_job_that_fails_and_a_loss_that_differs_are_told_and_the_others_go_on(model, monkeypatch, capsys):
@@ -131,13 +128,13 @@ def test_a_peer_that_ends_is_told(tmp_path):
         Peer(sys.executable, str(tmp_path / "none"), threads=1) as peer,
         pytest.raises(PeerError, match="ended with code 1; its message is above"),
     ):
-        peer.call("version", package="hqq")
+        peer.call("tokens", context="", question="")
 
 
 def test_contestants_take_turns_and_may_time_themselves():
     order: list[str] = []
     own = {"one": lambda: order.append("one") or 1, "two": lambda: order.append("two") or Timed(Took(3.0, 2.0), "b")}
-    times, results = peers.in_turn(own, 2)
+    times, results = peers.in_turn("case", own, 2)
     assert order == ["one", "two", "two", "one", "one", "two"] and results == {"one": 1, "two": "b"}
     assert times["two"] == [Took(3.0, 2.0)] * 2
     ours, theirs = ([Took(seconds, 1.0) for seconds in rounds] for rounds in ([1.0, 2.0, 6.0], [2.0, 2.0, 2.0]))

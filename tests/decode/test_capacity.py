@@ -19,7 +19,7 @@ from harness.model.prompts import run_prompt
 from harness.model.random_ids import RandomIds
 from harness.model.shape import ModelShape
 from harness.model.tiny import tiny_model
-from harness.paper.costmodel import capacity as modelled
+from harness.paper.costmodel import step as modelled
 from harness.paper.costmodel.predict import Efficiency, Platform
 from harness.run.advise import modelled as modelled_run
 from harness.run.cli import main

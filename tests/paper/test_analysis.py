@@ -320,7 +320,7 @@ def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message
     with pytest.raises(UserError, match=message):
         run_analysis(settings(text, experiment, *overrides), loaded(tiny_gqa))
     post_norm = tiny_model("opt", word_embed_proj_dim=64, do_layer_norm_before=False)
-    with pytest.raises(UserError, match="takes in the outputs of its attention"):
+    with pytest.raises(UserError, match="Table 1 needs blocks that norm their inputs alone, as those of opt, "):
         run_analysis(settings(text, "table1"), loaded(post_norm))
     text.write_text("a" * 50)
     with pytest.raises(UserError, match=r"analysis.num_tokens=60: the text has 50 tokens from token 0 on"):

@@ -541,28 +541,18 @@ def test_long_contexts_are_drawn_by_method_and_length(shown) -> None:
         assert [line.get_markerfacecolor() for line in own] == [style.look("InfiniGen2").color, "white"]
 
 
-def test_needles_say_share_and_number_and_few_questions_are_pale(results, monkeypatch) -> None:
-    monkeypatch.setattr("plots.accuracy.FEWEST", 1)
-    panels = [axes for axes in draw("ruler", results).axes if axes.images]
+def test_needles_say_share_and_number_and_few_questions_are_pale(shown) -> None:
+    """Of all depths together, each question weighing alike: seven at the first depth, one at each other."""
+    panels = [axes for axes in shown("ruler").axes if axes.images]
     assert [axes.get_title() for axes in panels[:2]] == ["Full cache\nbudget 100 %", "H2O\nbudget 16 %"]
     words = [axes.get_ylabel() for axes in panels]
-    assert words == ["depth (%)", "", "prefill=dense\ndepth (%)", "", "prefill=question\ndepth (%)", ""]
-    full, nothing, _, h2o, *_ = panels
-    cells = zip((0, 25, 50, 75, 100), (7, 1, 1, 1, 1), strict=True)
-    assert [text.get_text() for text in full.texts] == [text for share, n in cells for text in (str(share), f"n = {n}")]
-    assert [text.get_color() for text in full.texts[::2]] == ["white", *4 * [style.BLACK]]
-    first, *_, last = full.images[0].get_array()[:, 0]
-    pale = 1 - 7 / 9 * (1 - np.array(colormaps["cividis"](0.0)[:3]))
-    np.testing.assert_allclose(first[:3], pale, err_msg="of seven questions")
-    assert last[3] == 1 and h2o.images[0].get_array()[4, 0, 3] == 0, "a depth without questions stays empty"
-    assert not nothing.texts, "the full cache's runs differ in no setting"
-
-
-def test_needles_of_few_questions_a_depth_are_one_tile_of_all_depths(shown) -> None:
-    full, *_ = (axes for axes in shown("ruler").axes if axes.images)
+    assert words == ["all depths", "", "prefill=dense\nall depths", "", "prefill=question\nall depths", ""]
+    full, nothing, *_ = panels
     share = (0 * 7 + 25 + 50 + 75 + 100) / 11
     assert [text.get_text() for text in full.texts] == [f"{share:.0f}", "n = 11"]
-    assert full.get_ylabel() == "all depths" and not full.get_yticklabels()
+    pale = 1 - 11 / 13 * (1 - np.array(colormaps["cividis"](share / 100)[:3]))
+    np.testing.assert_allclose(full.images[0].get_array()[0, 0, :3], pale)
+    assert not nothing.texts, "the full cache's runs differ in no setting"
 
 
 def test_fig5_has_a_histogram_and_series_have_looks_of_their_own(shown) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import itertools
 import json
@@ -30,12 +29,8 @@ from harness.model.tiny import tiny_model
 from harness.results import lost
 from harness.run.cli import main
 from harness.run.compose import compose, load
-from harness.run.parse import OF_THE_FILE
 from harness.run.sweep import is_sweep
-from harness.settings.own_method import shipped
-from harness.settings.schema import CONF_DIR
 from methods.base import Method, State, TokenCounts
-from methods.selection import SelectingBy
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -377,22 +372,6 @@ def anchors(file: Path) -> set[str]:
     """The headings as GitHub names them."""
     headings = re.findall(r"^#+ (.*)$", prose(file), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_methods_has_a_line_for_every_method_with_its_settings():
-    page = (ROOT / "docs" / "methods.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    lines = {name: row for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
-    _, _, of_selecting = page.partition("that select\n\n")
-    exceptions = set(re.findall(r"`([\w-]+)`", of_selecting.partition("\n\n")[0]))
-    shared = {field.name for field in dataclasses.fields(SelectingBy)}
-    for file in (CONF_DIR / "method").glob("*.yaml"):
-        every = set(shipped(file.stem)[1]) - {*OF_THE_FILE, "name"}
-        fields = every - shared  # these have a table of their own
-        assert file.stem in lines, f"docs/methods.md: no line for {file.stem}"
-        assert fields - {"num_bits"} <= set(re.findall(r"`(\w+)`", lines[file.stem])), file.stem
-        reads = lines[file.stem].split("|")[4].strip()
-        assert (file.stem in exceptions) == bool(reads and shared - every), file.stem
 
 
 def test_the_page_of_methods_is_made_of_their_docstrings():

@@ -81,16 +81,6 @@ def test_a_write_that_fails_or_is_cut_short_leaves_the_old_file(tmp_path, monkey
         files.write_atomic(path / "x" / "y", "")
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_a_file_is_readable_by_whom_the_umask_says(mask, tmp_path):
-    before = os.umask(mask)
-    try:
-        files.write_atomic(tmp_path / "file", "text")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
-
-
 def test_a_full_disk_names_the_file(tmp_path, capsys):
     def write():
         with files.replacing(tmp_path / "file"):

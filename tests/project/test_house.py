@@ -126,16 +126,6 @@ def test_paper_reports_what_there_is_and_says_whether_it_is_all(checkout, code, 
     assert ("reported" in (checkout / "log").read_text()) == reported
 
 
-def test_clean_keeps_results_and_the_environment(checkout):
-    setup(checkout)
-    for name in ("outputs/runs/a", "harness/__pycache__", ".mypy_cache", ".venv/lib/__pycache__"):
-        (checkout / name).mkdir(parents=True)
-    assert make(checkout, "clean").returncode == 0
-    left = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_dir()}
-    assert {"outputs/runs/a", "harness", ".venv/lib/__pycache__"} <= left
-    assert not {"harness/__pycache__", ".mypy_cache"} & left
-
-
 # dependencies
 
 

