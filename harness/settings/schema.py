@@ -47,6 +47,8 @@ WORDS = {
     "less_than_equal": "at most {le:.10g}",
 }
 """What is allowed, by pydantic's type of error."""
+FULL = "full"
+"""The method that reads the whole cache."""
 AT_TOP = ("latency", "sampling", "task")
 """Groups of a run whose settings are written without the group."""
 
@@ -117,13 +119,27 @@ def is_unmet(asked: float | None, ran: float | None) -> bool:
     return asked is not None and ran is not None and abs(ran - asked) > FAR * asked
 
 
+@cache
+def formats() -> dict[str, dict[str, Any]]:
+    """The formats of the whole cache that have a name, as methods with what their files would
+    say."""
+    named = yaml.safe_load((CONF_DIR / "formats.yaml").read_text(encoding="utf-8"))
+    full = conf_file("method", FULL)
+    return {name: full | {"name": name} | said for name, said in named.items()}
+
+
 def options(group: str) -> list[str]:
-    """The choices of a group of settings: the files under `conf/<group>`."""
-    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+    """The choices of a group of settings: the files under `conf/<group>`; among methods, the named
+    formats too."""
+    names = [path.stem for path in (CONF_DIR / group).glob("*.yaml")]
+    return sorted([*names, *formats()] if group == "method" else names)
 
 
 def conf_file(group: str, name: str) -> dict[str, Any]:
-    """What a file of `conf/` says. Raises OSError if there is no such file."""
+    """What a file of `conf/` says, or would say of a named format. Raises OSError if there is no
+    such file."""
+    if group == "method" and name != FULL and name in formats():
+        return formats()[name]
     text = (CONF_DIR / group / f"{name}.yaml").read_text(encoding="utf-8")
     said: dict[str, Any] = yaml.safe_load(text)
     return said

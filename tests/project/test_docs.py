@@ -33,7 +33,7 @@ from harness.run.compose import compose, load
 from harness.run.parse import OF_THE_FILE
 from harness.run.sweep import is_sweep
 from harness.settings.own_method import shipped
-from harness.settings.schema import CONF_DIR
+from harness.settings.schema import options
 from methods.base import Method, State, TokenCounts
 from methods.selection import SelectingBy
 from tests.tokens import byte_tokenizer
@@ -387,13 +387,13 @@ def test_methods_has_a_line_for_every_method_with_its_settings():
     _, _, of_selecting = page.partition("that select\n\n")
     exceptions = set(re.findall(r"`([\w-]+)`", of_selecting.partition("\n\n")[0]))
     shared = {field.name for field in dataclasses.fields(SelectingBy)}
-    for file in (CONF_DIR / "method").glob("*.yaml"):
-        every = set(shipped(file.stem)[1]) - {*OF_THE_FILE, "name"}
+    for name in options("method"):
+        every = set(shipped(name)[1]) - {*OF_THE_FILE, "name"}
         fields = every - shared  # these have a table of their own
-        assert file.stem in lines, f"docs/methods.md: no line for {file.stem}"
-        assert fields - {"num_bits"} <= set(re.findall(r"`(\w+)`", lines[file.stem])), file.stem
-        reads = lines[file.stem].split("|")[4].strip()
-        assert (file.stem in exceptions) == bool(reads and shared - every), file.stem
+        assert name in lines, f"docs/methods.md: no line for {name}"
+        assert fields - {"num_bits"} <= set(re.findall(r"`(\w+)`", lines[name])), name
+        reads = lines[name].split("|")[4].strip()
+        assert (name in exceptions) == bool(reads and shared - every), name
 
 
 def test_the_page_of_methods_is_made_of_their_docstrings():

@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 from harness.errors import UNFINISHED
 from harness.settings.codecs import codec_names
+from harness.settings.schema import options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,7 +158,7 @@ def test_the_lock_pins_every_dependency_within_its_range():
 
 # imports and names, beyond `make lint`
 
-METHODS = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")}
+METHODS = {*options("method")}
 METHODS -= {"full", "oracle", "oracle-infinigen", "oracle-sampled", "random", *codec_names()}
 """Names that stand for a method alone: tables compare with the oracles, weights and texts may be `random`, and codecs
 are settings."""

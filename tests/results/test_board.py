@@ -24,7 +24,7 @@ from harness.results.columns import csv_of, read_frame
 from harness.results.samples import clustered_stderr
 from harness.results.stats import LEVEL, estimates, holm
 from harness.run.compose import load
-from harness.settings.schema import CONF_DIR
+from harness.settings.schema import options
 from plots import style
 from plots.drawing import figure_of
 from tests.results.test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, shares
@@ -577,7 +577,7 @@ def test_a_claim_that_fails_on_one_model_names_the_others(results, monkeypatch):
 
 def test_readme_names_methods_that_there_are():
     named = {*board.SAYS["readme"]["methods"], *(claim["label"] for claim in board.SAYS["claims"])}
-    labels = {load([f"method={path.stem}"]).label for path in (CONF_DIR / "method").glob("*.yaml")}
+    labels = {load([f"method={name}"]).label for name in options("method")}
     assert named <= labels
 
 
