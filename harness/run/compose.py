@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -82,11 +81,8 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
 def _composed(conf: Path, change: int, chosen: tuple[str, ...], has_sweep: bool) -> bytes:
     """What Hydra composes of a choice of files, pickled, which is copied seven times as fast: once
     a process, and again where a file has changed. Without its sweep, which may be most of it."""
-    if GlobalHydra.instance().is_initialized():  # in a job of a launcher
+    with hydra.initialize_config_dir(str(conf), version_base="1.3"):
         config = hydra.compose("config", list(chosen))
-    else:
-        with hydra.initialize_config_dir(str(conf), version_base="1.3"):
-            config = hydra.compose("config", list(chosen))
     OmegaConf.set_struct(config, False)
     if not has_sweep:
         config.sweep = None

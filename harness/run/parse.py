@@ -41,7 +41,6 @@ NO_SETTINGS = ("sweep", "export", "codec_settings", "budget", "method")
 """What stands in `conf/config.yaml` and is no plain setting of `RunConfig`."""
 
 
-@own_method.faults()
 def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig:
     """Check composed settings and freeze them.
 

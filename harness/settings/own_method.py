@@ -19,23 +19,18 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-from harness.errors import UserError, line_in, nearest, reason
+from harness.errors import UserError, nearest, reason
 from harness.settings.schema import conf_file, options
 
 PRESS = "kvpress:"
 """Before the name of a press of kvpress (`methods.kvpress`)."""
 FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)
 """A file, perhaps with a class: `./FILE.py:Class`. A folder's name may hold a colon too."""
-_IMPORTED: dict[Path, str] = {}
-"""The folder of each file of the user's own that this process has imported, with the choice that
-named it."""
 
 
 def is_own(choice: str) -> bool:
@@ -170,26 +165,4 @@ def _import(name: str, setting: str, folder: Path) -> ModuleType:
             line = f"{error.filename}:{error.lineno}: "
             words = f"{type(error).__name__}: {error.msg}"
         raise UserError(f"{setting}: {line}{words}") from error
-    if file := getattr(module, "__file__", None):
-        _IMPORTED.setdefault(Path(file).parent, setting)
     return module
-
-
-@contextmanager
-def faults() -> Iterator[None]:
-    """Raise an error in the block that comes out of a file of the user's own as a UserError that
-    names its line.
-
-    What a method or codec says of itself, such as `title` and `with_budget`, is asked while
-    settings are checked.
-    """
-    try:
-        yield
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        for folder, setting in _IMPORTED.items():
-            line = line_in(error, set(map(str, folder.glob("*.py"))))
-            if line:
-                raise UserError(f"{setting}: {line}: {reason(error)}") from error
-        raise

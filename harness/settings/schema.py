@@ -22,7 +22,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from pydantic.errors import PydanticUserError
 
 from harness.errors import UserError, nearest
-from harness.files import home_expanded
 from harness.settings.paths import CONF_DIR
 
 T = TypeVar("T")
@@ -31,8 +30,6 @@ MOST = 2**31 - 1
 """The largest whole number of any setting."""
 LARGEST = 3e38
 """The largest finite number of any setting: what float32 holds."""
-SURROGATE = re.compile("[\ud800-\udfff]")
-"""What a text of Python may hold and UTF-8 cannot: half of a character, or a byte of no text."""
 WORDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -68,7 +65,7 @@ def _path(text: str) -> str:
         raise ValueError("is empty; must be a path, such as . for the present folder")
     if "\0" in text:
         raise ValueError("no file can have such a name")
-    return str(home_expanded(text))
+    return os.path.expanduser(text)
 
 
 def _day(text: str) -> str:
@@ -155,8 +152,8 @@ def kind_of(experiment: str) -> str | None:
 
 
 def path_text(value: Any, where: str) -> str:
-    """A path with its `~` expanded. Raises UserError where it is empty, no text, in an unknown home
-    folder, or what no file system can hold; where: the setting that is named then."""
+    """A path with its `~` expanded. Raises UserError where it is empty, no text, or what no file
+    system can hold; where: the setting that is named then."""
     if not isinstance(value, str):
         raise UserError(f"{where}={value}: must be text")
     try:
@@ -204,8 +201,7 @@ def joined(where: str, name: str) -> str:
 
 
 def _require_values(value: Any, name: str) -> None:
-    """Raise UserError for a number that is none, or larger than any setting may be, and for text
-    that is no UTF-8, which JSON has not."""
+    """Raise UserError for a number that is none, or larger than any setting may be."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             _require_values(item, joined(name, str(key)))
@@ -216,8 +212,6 @@ def _require_values(value: Any, name: str) -> None:
         raise UserError(f"{name}={value}: must be a number")
     elif isinstance(value, int) and abs(value) > MOST:
         raise UserError(f"{name}={value}: must be at most {MOST}")
-    elif isinstance(value, str) and SURROGATE.search(value):
-        raise UserError(f"{name}={value}: is not UTF-8 text")
 
 
 def _in_words(error: ValidationError, cls: Any, where: str) -> str:

@@ -1,9 +1,7 @@
-"""How a command ends where a method ends the process, nobody reads the output, or a disk is full."""
+"""How a command ends where a method ends the process, or a disk is full."""
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,22 +25,6 @@ def test_a_method_that_ends_the_process_leaves_an_interrupted_run(own_folder, mo
     copy = forked(lambda: main(["method=./mine.py", *texts, *SHORT]))
     assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 0
     assert [record["status"] for record in read_all("outputs")] == ["interrupted"]
-
-
-# Nobody reads
-
-
-def test_output_that_nobody_reads_on_ends_the_command_quietly(tmp_path):
-    shell = f"{sys.executable} {ROOT / 'run.py'} --help | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr, done.stdout) == (errors.BROKEN_PIPE, "", "")
-
-
-def test_a_broken_pipe_of_the_methods_own_is_told(own_folder, monkeypatch, capfd):
-    texts = reading(monkeypatch, own_folder, tiny_loaded())
-    Path("mine.py").write_text(EVICTING.replace("return value", "raise BrokenPipeError(32, 'gone'); return value"))
-    assert main(["method=./mine.py", *texts, *SHORT]) == 2
-    assert "gone" in capfd.readouterr().err
 
 
 # Full disks
