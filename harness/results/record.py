@@ -16,7 +16,7 @@ from harness.errors import UserError, reason
 from harness.files import text_sha256, write_atomic
 from harness.results.inputs import CODE
 from harness.settings.config import CPU_DTYPE, RunConfig, prompt_of_window
-from harness.settings.kinds import RENAMED, find, foreign_settings
+from harness.settings.kinds import find, foreign_settings
 from harness.settings.schema import conf_file, options
 
 SCHEMA = 5
@@ -174,8 +174,6 @@ def read_record(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no record of this version (schema {SCHEMA}); {DELETE}")
     if record.get(DIGEST) != _digest(record) or record["run_id"] != path.parent.name:
         raise UserError(f"{path}: damaged record (changed since it was written); {DELETE}")
-    for named in (record, record["config"]):
-        named["kind"] = RENAMED.get(named["kind"], (named["kind"],))[0]
     return record
 
 

@@ -60,7 +60,7 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
             if values[name] is not None:
                 chosen.append(f"{name}={values[name]}")
     has_sweep = values.get("sweep", {}) is not None
-    config = pickle.loads(_composed(schema.CONF_DIR, _last_change(), tuple(chosen), has_sweep))
+    config = pickle.loads(_composed(schema.CONF_DIR, tuple(chosen), has_sweep))
     if own is not None:
         system = values.get("system")  # wins over an experiment, as among the files of `conf/`
         over = [] if system is None else [schema.conf_file("system", system)]
@@ -78,19 +78,15 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
 
 
 @cache
-def _composed(conf: Path, change: int, chosen: tuple[str, ...], has_sweep: bool) -> bytes:
-    """What Hydra composes of a choice of files, pickled, which is copied seven times as fast: once
-    a process, and again where a file has changed. Without its sweep, which may be most of it."""
+def _composed(conf: Path, chosen: tuple[str, ...], has_sweep: bool) -> bytes:
+    """What Hydra composes of a choice of files, once a process; pickled, which is copied seven
+    times as fast. Without its sweep, which may be most of it."""
     with hydra.initialize_config_dir(str(conf), version_base="1.3"):
         config = hydra.compose("config", list(chosen))
     OmegaConf.set_struct(config, False)
     if not has_sweep:
         config.sweep = None
     return pickle.dumps(config)
-
-
-def _last_change() -> int:
-    return max(file.stat().st_mtime_ns for file in schema.CONF_DIR.rglob("*.yaml"))
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

@@ -270,11 +270,7 @@ def _label(config: RunConfig, file: Mapping[str, Any]) -> str:
     if find(config.kind).live:
         method = FULL if codec_of_file else config.method_name
         return systems.name_of(method, config, is_own="_target_" not in file)
-    title = file.get("title") or config.method.title
-    if not isinstance(title, str) or not title.isprintable():
-        refusal = f"its label is {title!r}; must be text in one line"
-        raise UserError(f"method={config.method_name}: {refusal}")
-    parts: list[str | None] = [title]
+    parts: list[str | None] = [file.get("title") or config.method.title]
     if config.codec_name != codec_of_file:
         parts.append(config.codec_name)
     if config.gpu_cache != file.get("gpu_cache", 0):

@@ -224,22 +224,12 @@ KINDS = {
         keeps_record=False,
     ),
 }  # fmt: skip
-RENAMED = {
-    "long_decode": ("perplexity", "max_new_tokens=256"),
-    "turns": ("tasks", "prefill=both"),
-    "capacity": ("latency", "batch_size=largest"),
-    "trust": ("contract", "thorough=true"),
-}
-"""What was a kind of its own, and may still be that of a record: its kind now, and the setting that
-makes it."""
 
 
 def find(kind: str) -> Kind:
     """The kind of run of that name. Raises UserError where there is none."""
     if not isinstance(kind, str) or kind not in KINDS:  # composed YAML, not checked yet
-        now = RENAMED.get(str(kind))
-        allowed = f"type kind={' '.join(now)}" if now else nearest(kind, sorted(KINDS))
-        raise UserError(f"kind={kind}: {allowed}")
+        raise UserError(f"kind={kind}: {nearest(kind, sorted(KINDS))}")
     return KINDS[kind]
 
 

@@ -18,7 +18,6 @@ import importlib
 import inspect
 import re
 import sys
-import traceback
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -61,8 +60,7 @@ def chosen(choice: str) -> tuple[type, str, dict[str, Any]]:
     """The class that `method=<choice>` names, the method's name, and what its file in `conf/method`
     says, or would say.
 
-    Raises UserError if there is no such method, file or press, for an error in a file, with its
-    line, and unless it holds one method.
+    Raises UserError if there is no such method, file or press, and unless a file holds one method.
     """
     if choice in options("method"):
         cls, said = preset(choice)
@@ -153,16 +151,6 @@ def _import(name: str, setting: str, folder: Path) -> ModuleType:
         sys.path.append(str(folder))  # last: nothing of the user's takes the place of a library
     importlib.invalidate_caches()
     try:
-        module = importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        line, words = "", reason(error)
-        for frame in traceback.extract_tb(error.__traceback__)[1:]:  # the first is our own
-            if Path(frame.filename).is_relative_to(folder):
-                line = f"{frame.filename}:{frame.lineno}: "  # the innermost
-        if isinstance(error, SyntaxError):
-            line = f"{error.filename}:{error.lineno}: "
-            words = f"{type(error).__name__}: {error.msg}"
-        raise UserError(f"{setting}: {line}{words}") from error
-    return module
+        return importlib.import_module(name)
+    except (ImportError, SyntaxError) as error:
+        raise UserError(f"{setting}: {reason(error)}") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from harness import errors, files
+from harness import errors
 from harness.errors import UserError
 from harness.model import calibration
 from harness.results.record import read_all
@@ -41,22 +41,6 @@ def test_a_full_cache_names_its_folder_and_what_moves_it(error, own_folder, monk
     (line,) = capsys.readouterr().err.splitlines()
     assert f"the cache {own_folder}/cache cannot be written" in line
     assert "No space left" in line and "KV_HARNESS_CACHE" in line
-
-
-# Damaged notes in the cache
-
-
-@pytest.mark.parametrize("note", [b"", b"0" * 63, b"\xff" * 64])
-def test_a_damaged_note_of_a_digest_is_not_read(note, tmp_path, monkeypatch):
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(files, "SETTLED_S", -1.0)
-    file = tmp_path / "file"
-    file.write_text("content")
-    digest = files.file_sha256(file)
-    (kept,) = (tmp_path / "cache" / "digests").iterdir()
-    assert kept.read_text() == digest
-    kept.write_bytes(note)
-    assert files.file_sha256(file) == digest == files.content_sha256(file)
 
 
 def test_refused_takes_whatever_foreign_code_raises():

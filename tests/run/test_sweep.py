@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from harness.errors import STOPPED, UserError, describe
 from harness.results import record as records
 from harness.run import cli
-from harness.run.compose import compose, load
+from harness.run.compose import load
 from harness.run.kinds import digests_of
 from harness.run.sweep import Plan, read_plan
 from harness.run.words import values_of
@@ -45,17 +45,6 @@ def test_alternatives_are_combined_and_the_last_key_varies_fastest():
         ("h2o", 512, ("kv_recall",)),
         ("h2o", 512, ("passkey", "kv_recall")),
     ]
-
-
-def test_a_file_that_changed_is_composed_anew(monkeypatch, tmp_path):
-    own_experiments(monkeypatch, tmp_path / "conf")
-    group, defaults = (tmp_path / "conf" / name for name in ("platform/cpu.yaml", "config.yaml"))
-    shipped, shipped_defaults = group.read_text(), defaults.read_text()
-    for number in (7, 8):
-        group.write_text(shipped.replace("link_gbps: null", f"link_gbps: {number}"))
-        assert compose(["platform=cpu"]).platform.link_gbps == number
-        defaults.write_text(shipped_defaults.replace("num_windows: 4", f"num_windows: {number}"))
-        assert compose(["platform=cpu"]).num_windows == number
 
 
 def test_a_users_experiment_keeps_its_settings_of_a_method(monkeypatch, tmp_path):

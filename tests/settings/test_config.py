@@ -12,7 +12,7 @@ from harness.run.compose import compose, load, resolved
 from harness.run.kinds import check
 from harness.run.parse import OF_THE_FILE, parse
 from harness.settings.config import RunConfig
-from harness.settings.kinds import COMMON, KINDS, RENAMED, find, foreign_settings
+from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
 from harness.settings.own_method import shipped
 from harness.settings.schema import CONF_DIR, conf_file, options
 from harness.settings.task_config import PAPER_TASKS
@@ -126,12 +126,6 @@ def test_a_kind_depends_on_settings_that_exist():
     for kind, settings in depends.items():
         assert foreign_settings(kind) == names - settings
         assert all((CONF_DIR.parent / "harness" / name).exists() for name in find(kind).code)
-
-
-def test_an_old_name_of_a_kind_says_the_new_spelling():
-    for kind, (now, setting) in RENAMED.items():
-        with pytest.raises(UserError, match=f"^kind={kind}: type kind={now} {setting}$"):
-            load([f"kind={kind}"])
 
 
 def test_yaml_defaults_are_the_dataclass_defaults():
