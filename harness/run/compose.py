@@ -15,7 +15,7 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from harness.errors import UserError, nearest, one_line
@@ -93,6 +93,9 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     """A composed configuration as plain values."""
     try:
         return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+    except InterpolationKeyError as error:  # as of sweep.part=fig41
+        _require_known(config, str(error).split("'")[1])
+        raise
     except OmegaConfBaseException as error:
         cause = error.__context__ if isinstance(error.__context__, UserError) else error
         raise UserError(one_line(cause)) from error

@@ -62,8 +62,6 @@ class Keywords:
 
 
 KEYWORDS = Keywords.__dataclass_fields__.keys()
-SCALES = ("small", "paper")
-"""What `sweep.scale=` may be, where a file has it: one small model, or the paper's parameters."""
 
 OmegaConf.register_new_resolver("as_tuned", as_tuned, replace=True)
 
@@ -112,9 +110,6 @@ def read_plan(given: Iterable[str] | Values) -> Plan:
     """
     plan, values = Plan(), values_of(given)
     config = compose(values)
-    scale = config.sweep.get("scale", SCALES[0])
-    if scale not in SCALES:
-        raise UserError(f"sweep.scale={scale}: {nearest(scale, SCALES)}")
     own = {}
     for name, value in values.items():
         if name.partition(".")[0] not in ("sweep", "experiment"):

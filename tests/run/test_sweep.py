@@ -88,7 +88,6 @@ def test_a_method_limits_a_grid_of_methods_to_itself():
         ({"runs": ["method"]}, "sweep.runs=method: must be a group of settings"),
         ({"experiments": ["acuracy"]}, "sweep.experiments=acuracy: did you mean 'accuracy'"),
         *(({"runs": [{}], "share": share}, f"sweep.share={share}: must be K/N") for share in ("9/8", "0/2", "2")),
-        ({"runs": [{}], "scale": "papers"}, "sweep.scale=papers: did you mean 'paper'\\? allowed: small, paper"),
         ({"settings": [1], "runs": [{"method": "full"}]}, "sweep.settings=.* must be a group of settings"),
         ({"runs": [{"seq_len prefill_len": [512, 64]}]}, "seq_len prefill_len needs a list of lists of 2 values"),
         ({"runs": [{"method": "full"}, {"num_windows": 0}]}, "num_windows=0: must be at least 1"),
