@@ -102,7 +102,6 @@ REFUSED = {
     "method=full,h2o": "method=full,h2o: is a sweep, which needs -m before it: -m method=full,h2o",
     "-m label=a,b": "label=a,b: names the same run several times; a sweep over systems is system=",
     "sweep=false": "sweep=False: must be a group of settings, or null for one run",
-    "experiment=speedup sweep.part=fig41": "unknown setting sweep.shapes_of.fig41: did you mean 'fig18'",
     "sweep.share=1/2": "sweep.share=1/2: needs an experiment that is many runs",
     "experiment=./nothing.yaml": "experiment=./nothing.yaml: there is no file ./nothing.yaml; allowed: ablation",
     "system=offlod+int4 experiment=latency": "system=offlod+int4: did you mean 'offload+int4'",

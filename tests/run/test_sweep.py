@@ -98,6 +98,11 @@ def test_refuses_a_malformed_sweep(sweep, message):
         made(sweep)
 
 
+def test_a_word_that_the_file_of_a_sweep_has_not_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match="^unknown setting sweep.shapes_of.fig41: did you mean 'fig18' or"):
+        read("experiment=speedup", "sweep.part=fig41")
+
+
 FILES = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))}
 SWEEPS = {name: file.sweep for name, file in FILES.items() if "sweep" in file}
 
