@@ -4,7 +4,7 @@
     python run.py -m method=full,h2o,int4,infinigen
     python run.py experiment=accuracy
 
-`harness.run.cli.main` does the work; `harness.__main__` prepares for signals around it.
+`harness.run.cli.main` does the work.
 """
 
 import sys

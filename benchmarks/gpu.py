@@ -16,9 +16,9 @@ steps     a decode step of every system whose transfers are counted (`harness.se
           against its floor: max(step of ideal, bytes over the link / its rate)
 
 The steps are ordinary runs (`experiment=latency`): OUT/runs has their records, and those of a shape share a process, as
-in a sweep. One that fails is a line, and the others go on. No run begins after `--minutes`. The same command repeats no
-run that is finished. OUT/rates.csv is written as results come, OUT/tables and OUT/figures at the end. Exit code: 0; 1
-for a bug; 2 where a part or run failed, or the time did not suffice. Whether a GPU computes right is what
+in a sweep. One that fails is a line, and the others go on. After `--minutes` no further run begins. The same command
+repeats no run that is finished. OUT/rates.csv is written as results come, OUT/tables and OUT/figures at the end. Exit
+code: 0; 1 for a bug; 2 where a part or run failed, or the time did not suffice. Whether a GPU computes right is what
 `python run.py experiment=contract platform=cuda` says.
 
 Weights are random, of the shape in conf/model; infinigen then selects up to its cap of 20 %. Ten steps of a run are
@@ -54,7 +54,7 @@ from harness.decode.links import open_link
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning
 from harness.decode.session import LiveSession
 from harness.decode.store import Chosen, KVStore, RowFormat, indices
-from harness.errors import UserError, exit_code, interruptible, nearest, reason
+from harness.errors import UserError, exit_code, nearest, reason
 from harness.files import write_atomic
 from harness.model.load import require_kernels
 from harness.model.resources import Resources
@@ -224,8 +224,10 @@ def host_store(
 # Steps
 
 
-def time_steps(options: argparse.Namespace, out: Path, minutes: float) -> None:
-    """Time every run as an ordinary one, and show all steps up to then against their floor after each."""
+def time_steps(options: argparse.Namespace, out: Path, until_s: float) -> None:
+    """Time every run as an ordinary one, and show all steps up to then against their floor after each.
+
+    until_s: when no further run begins, by `time.perf_counter`. Raises UserError where runs are left."""
     from plots import draw_figures
 
     ideal = []  # for the floors, also where it was timed by an earlier command
@@ -235,8 +237,10 @@ def time_steps(options: argparse.Namespace, out: Path, minutes: float) -> None:
         ideal.append(Run.of(run_config(options, shape, "ideal", out)))
     paths: list[Path] = []
     try:
-        for path in run_all(configs, {"latency": minutes}):
+        for path in run_all(configs):
             paths.append(path)
+            if len(paths) < len(configs) and time.perf_counter() > until_s:
+                raise UserError("--minutes are spent: runs are left; the same command goes on")
             shown = dict.fromkeys([*(run.path for run in ideal if run.is_finished()), *paths])
             print(f"\n{render_floors([read_record(path) for path in shown])}\n", flush=True)
     finally:
@@ -382,7 +386,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=str(__doc__).splitlines()[0])
     parser.add_argument("--platform", choices=tuple(DEFAULTS), default="cuda", help="cpu: emulated link")
     parser.add_argument("--out", metavar="DIR", help="folder of the results; default: outputs/gpu-<device>")
-    parser.add_argument("--minutes", type=float, default=10, help="after which no further run begins")
+    parser.add_argument("--minutes", type=float, default=10, help="after which no further run begins, but the first")
     parser.add_argument("--parts", type=words(PARTS), metavar="link,...", help=f"default: {','.join(PARTS)}")
     parser.add_argument(
         "--labels", type=words(SYSTEMS), metavar="infinigen,...", help="default: all whose transfers are counted"
@@ -421,7 +425,7 @@ def measure(options: argparse.Namespace) -> None:
             print(f"{part}: failed, {reason(error)}", flush=True)
             failed.append(part)
     if "steps" in options.parts:
-        time_steps(options, out, options.minutes - (time.perf_counter() - began_s) / 60)
+        time_steps(options, out, began_s + 60 * options.minutes)
     print(f"{time.perf_counter() - began_s:.0f} s; results in {out}")
     if failed:
         raise UserError(f"--parts {','.join(failed)}: failed")
@@ -439,4 +443,4 @@ def _slug(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main))
+    sys.exit(main())

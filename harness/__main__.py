@@ -10,14 +10,15 @@ It lies above all other modules: it hands the figures of `plots` to `harness`, w
 import signal
 import sys
 
-from harness.errors import USERS, interruptible, missing
+from harness.errors import USERS, missing
 
 OWN = ("harness", "methods", "plots")
 """The packages of this project."""
 
 
-def main() -> int:
-    """The command line; imported when it is called, so that Ctrl-C meanwhile is no traceback."""
+def command() -> int:
+    """Run the words of this process; returns the exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
         from harness.run.cli import main
         from plots import draw_figures
@@ -27,24 +28,20 @@ def main() -> int:
         installs = "`make setup` installs all into .venv, `pip install .` into this Python"
         print(f"error: {sys.executable}: {missing(error)}; {installs}", file=sys.stderr)
         return USERS
-    if sys.argv[1:2] == ["lm-eval"]:
+    words = sys.argv[1:]
+    if words[:1] == ["lm-eval"]:
         from harness.api import lm_command  # lm-eval takes seconds to import
 
-        return lm_command.main(sys.argv[2:])
-    if sys.argv[1:2] == ["samples"]:
+        return lm_command.main(words[1:])
+    if words[:1] == ["samples"] or "--help" in words:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # its reader may leave, as `| head` does
+    if words[:1] == ["samples"]:
         from harness.results import lost
 
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # its reader may leave, as `| head` does
-        return lost.main(sys.argv[2:])
-    words = sys.argv[1:]
+        return lost.main(words[1:])
     if words[:1] == ["advise"]:
         words[0] = "experiment=advise"
     return main(words, draw=draw_figures)
-
-
-def command() -> int:
-    """Run the words of this process; returns the exit code."""
-    return interruptible(main)
 
 
 if __name__ == "__main__":

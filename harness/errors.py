@@ -1,34 +1,23 @@
-"""How a command ends: refusals in one line, exit codes, interruptions.
+"""Refusals in one line, and exit codes.
 
 A refusal is a `UserError` whose message names the setting, its value and what is allowed.
-`harness.run.cli` prints it without a traceback and exits with code `USERS`. Ctrl-C and SIGTERM end
-a command with one line. Finished runs are then in the tables. Imports nothing that takes time, so
-that a command is covered from its first moment on.
+`harness.run.cli` prints it without a traceback and exits with code `USERS`. Any other error is a
+bug and shows its traceback. Imports nothing that takes time.
 """
 
 import difflib
 import importlib.metadata
 import importlib.util
-import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 MAX_LISTED = 16
 MAX_MESSAGE = 2000
 """Letters of a refusal that are shown."""
-BUG, USERS, UNFINISHED = 1, 2, 75
-"""Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to
-try again."""
-TRACEBACKS = "HYDRA_FULL_ERROR"
-"""The variable of the environment that shows them."""
-BROKEN_PIPE = 128 + signal.SIGPIPE
-"""Exit code of a command whose reader has left, as a shell has it."""
-INTERRUPTED = "interrupted; the same command repeats only what is not finished"
-STOPS = (signal.SIGINT, signal.SIGTERM)
+BUG, USERS, STOPPED = 1, 2, 130
+"""Exit codes: a bug of ours, what a user can put right, and Ctrl-C or SIGTERM."""
 
 
 class UserError(ValueError):
@@ -39,35 +28,14 @@ class UserError(ValueError):
         super().__init__(shortened(printable(str(message)), MAX_MESSAGE))
 
 
-class UnfinishedError(UserError):
-    """A sweep's time is spent. Nothing is wrong, and the same command goes on."""
-
-
-class BugError(RuntimeError):
-    """A bug that a child process or a run of a sweep reported."""
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came. It ends whatever Ctrl-C ends."""
-
-
 def is_users(error: BaseException) -> bool:
     """True if the user can put it right. A refusal of the operating system counts as such."""
     return isinstance(error, UserError | OSError)
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line, which ends in `(a bug)` where it is one."""
-    if is_users(error) or isinstance(error, BugError):
-        return one_line(error)
-    return f"{reason(error)} (a bug)"
-
-
-def sendable(error: Exception) -> Exception:
-    """The error, or one of the same words: not every error can be sent to another process."""
-    if isinstance(error, UserError):
-        return error
-    return (UserError if is_users(error) else BugError)(describe(error))
+    """An error in one line, which begins with its type where it is a bug."""
+    return one_line(error) if is_users(error) else reason(error)
 
 
 def one_line(error: BaseException) -> str:
@@ -173,78 +141,7 @@ def exit_code(command: Callable[[], None]) -> int:
     which is printed on stderr."""
     try:
         command()
-    except BrokenPipeError:
-        raise
     except (UserError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return USERS
     return 0
-
-
-def code_of_stop(stop: KeyboardInterrupt) -> int:
-    """The exit code that a shell reports: 130 after Ctrl-C, 143 after SIGTERM."""
-    return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
-
-
-def interruptible(command: Callable[[], int]) -> int:
-    """Run the command of this process, with SIGTERM raising `Terminated`. Returns its exit code.
-
-    An interruption that the command does not catch, such as during imports, is one line. A second
-    signal stops the cleanup immediately.
-    """
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    signal.signal(signal.SIGTERM, terminate)
-    try:
-        code = command()
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # the reader of the output has left, as `| head` does
-        # What Python flushes at its end goes nowhere, too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except KeyboardInterrupt as stop:
-        print(INTERRUPTED, file=sys.stderr)
-        return code_of_stop(stop)
-    finally:
-        for stop_signal in STOPS:
-            signal.signal(stop_signal, signal.SIG_DFL)
-
-
-@contextmanager
-def launchers_stop() -> Iterator[None]:
-    """In a job that a launcher started: the launcher's signal that the job's time is over ends the
-    run as SIGTERM does, then the launcher's own handler is called, which may start the job again.
-
-    Raises:
-        UnfinishedError: it does not start again.
-        SystemExit: it does.
-    """
-    handlers = {}
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        handler = signal.getsignal(number)
-        if callable(handler):
-            handlers[number] = handler
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Terminated(number)
-
-    for number in handlers:
-        signal.signal(number, end)
-    try:
-        yield
-        return
-    except Terminated as stop:
-        if not stop.args:  # of SIGTERM
-            raise
-        number = stop.args[0]
-    finally:
-        for own_signal, handler in handlers.items():
-            signal.signal(own_signal, handler)
-    try:
-        handlers[number](number, None)
-    except Exception as error:
-        over = f"the job's time is over ({one_line(error)})"
-        raise UnfinishedError(f"{over}; the same command goes on") from error

@@ -6,10 +6,8 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator
@@ -29,34 +27,19 @@ SCRATCH = ".kv-scratch"
 """How the names of scratch files end."""
 ABANDONED_S = 3600.0
 """A scratch file that nobody has written to for so long was left by a killed process."""
-NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 class HeldError(Exception):
     """Another process holds the lock."""
 
 
-def home_expanded(path: str) -> Path:
-    """A path with its `~` expanded. Raises ValueError for a home folder that does not exist."""
-    if path.startswith("~") and not os.path.isdir(os.path.expanduser(Path(path).parts[0])):
-        raise ValueError("there is no such home folder")
-    return Path(os.path.expanduser(path))
-
-
 def cache_dir() -> Path:
-    """The folder of copies and digests.
-
-    KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or ~/.cache. Raises UserError for a home
-    folder that does not exist.
-    """
-    for name, within in (("KV_HARNESS_CACHE", ""), ("XDG_CACHE_HOME", "kv-harness")):
-        chosen = os.environ.get(name)
-        if chosen:
-            try:
-                return home_expanded(chosen) / within
-            except ValueError as error:
-                raise UserError(f"{name}={chosen}: {error}") from error
-    return Path("~/.cache").expanduser() / "kv-harness"
+    """The folder of copies and digests: KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or
+    ~/.cache."""
+    own = os.environ.get("KV_HARNESS_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kv-harness"
 
 
 @contextlib.contextmanager
@@ -106,10 +89,8 @@ def _not_writable(path: Path, error: OSError) -> UserError:
 
 
 @contextlib.contextmanager
-def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a folder of results; yields False if the file system has no locks.
-
-    The lock ends with the process.
+def holding(folder: Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock of a folder of results, which ends with the process.
 
     Raises:
         HeldError: another process holds it, and wait is False.
@@ -118,23 +99,19 @@ def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
     import filelock  # takes a tenth of a second, and a finished run needs no lock
 
     path = folder / ".lock"
-    lock = filelock.FileLock(path, fallback_to_soft=False)
-    has_locks = True
+    lock = filelock.FileLock(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=wait)
     except filelock.Timeout:
         raise HeldError(path) from None
     except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise _not_writable(folder, error) from error
-        has_locks = False
+        raise _not_writable(folder, error) from error
     try:
-        yield has_locks
+        yield
     finally:
-        if has_locks:
-            path.unlink(missing_ok=True)  # while it is held, so that none is taken that has no name
-            lock.release()
+        path.unlink(missing_ok=True)  # while it is held, so that none is taken that has no name
+        lock.release()
 
 
 def text_sha256(*texts: str) -> str:
@@ -150,10 +127,8 @@ def file_sha256(path: Path) -> str:
     path = Path(os.path.realpath(path))
     stamp = _written(path)
     note = cache_dir() / "digests" / text_sha256(str(path), stamp)
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        known = note.read_text()
-        if re.fullmatch("[0-9a-f]{64}", known):
-            return known
+    with contextlib.suppress(OSError):
+        return note.read_text()
     begun = time.time()
     digest = content_sha256(path)
     # A file system's clock ticks: a later write within the same tick leaves the same stamp.

@@ -355,4 +355,4 @@ def shipped(name: str) -> Case:
 
 
 SHIPPED = options("method")
-"""Every method there is: a new file in `conf/method` is a new test."""
+"""Every method there is: a new file in `conf/method`, or format, is a new test."""

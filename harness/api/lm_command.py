@@ -22,7 +22,7 @@ from lm_eval.api.registry import model_registry
 
 from harness.api.interface import lm, load
 from harness.api.method_lm import MethodLM
-from harness.errors import UserError, code_of_stop, exit_code, nearest, reason
+from harness.errors import STOPPED, UserError, exit_code, nearest, reason
 from harness.run.words import read
 from harness.settings.paths import PROGRAM
 
@@ -98,9 +98,9 @@ def main(argv: Sequence[str]) -> int:
     sys.argv = [f"{PROGRAM} lm-eval", *argv]
     try:
         return exit_code(_evaluate)
-    except KeyboardInterrupt as stop:
+    except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return code_of_stop(stop)
+        return STOPPED
 
 
 def _evaluate() -> None:

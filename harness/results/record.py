@@ -12,14 +12,12 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness.errors import UserError, reason
 from harness.files import text_sha256, write_atomic
 from harness.results.inputs import CODE
 from harness.settings.config import CPU_DTYPE, RunConfig, prompt_of_window
-from harness.settings.kinds import RENAMED, find, foreign_settings
-from harness.settings.schema import CONF_DIR
+from harness.settings.kinds import find, foreign_settings
+from harness.settings.schema import conf_file, options
 
 SCHEMA = 5
 DIGEST = "digest"
@@ -101,11 +99,7 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
 
 def _file_of(group: str, name: str) -> dict[str, Any]:
     """The settings in a shipped file of a group of `conf`; {} where there is no such file."""
-    path = CONF_DIR / group / f"{name}.yaml"
-    if not path.is_file():
-        return {}
-    settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return settings
+    return conf_file(group, name) if name in options(group) else {}
 
 
 def _defaults(group: Any, prefix: str = "") -> dict[str, Any]:
@@ -180,8 +174,6 @@ def read_record(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no record of this version (schema {SCHEMA}); {DELETE}")
     if record.get(DIGEST) != _digest(record) or record["run_id"] != path.parent.name:
         raise UserError(f"{path}: damaged record (changed since it was written); {DELETE}")
-    for named in (record, record["config"]):
-        named["kind"] = RENAMED.get(named["kind"], (named["kind"],))[0]
     return record
 
 

@@ -1,13 +1,13 @@
 """The runs of a sweep, one after another; those that are timed, in a process of their own.
 
-A run that fails does not stop the others; one that is finished is not run again; one whose
-experiment has used up its minutes is put off to the next start. Processes that run the same sweep
-share its runs: one that another process does is left to it, and waited for in the end.
+A run that fails does not stop the others; one that is finished is not run again. Processes that run
+the same sweep share its runs: one that another process does is left to it, and waited for in the
+end.
 
 Timed runs go in a child process, so that memory and threads start clean. The runs of one shape
 share a child, with its model and the prefill of the shape. A run whose process dies has failed,
-and those after it run in another, as after a bug. The child ignores Ctrl-C and SIGTERM: this
-process ends it, and where this process is killed, the child ends by itself.
+and those after it run in another, as after a bug. This process ends the child, and where this
+process is killed, the child ends by itself.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from multiprocessing import resource_tracker
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe, is_users, sendable
+from harness.errors import UserError, describe, is_users
 from harness.files import HeldError, holding
 from harness.model.resources import Resources
 from harness.run import kinds, runner
@@ -56,24 +55,13 @@ def groups(runs: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[
     return list(found.values())
 
 
-def run_all(
-    configs: Sequence[RunConfig],
-    minutes: Mapping[str, float | None] | None = None,
-    resources: Resources | None = None,
-) -> Iterator[Path]:
+def run_all(configs: Sequence[RunConfig], resources: Resources | None = None) -> Iterator[Path]:
     """Do the runs one after another; yields the path of each finished record, those finished
     before first.
-
-    Args:
-        configs: the runs.
-        minutes: by experiment, after which no further run of it begins.
-        resources: what the runs of this process share.
 
     Raises:
         UserError: at the end, where runs failed: how many, and the first error. The others have
             run. At the start, where nothing can run here.
-        BugError: likewise at the end, where a bug was among them.
-        UnfinishedError: at the end, where none failed and some were put off; each is named.
     """
     require_devices(configs)
     resources = resources or Resources()
@@ -95,29 +83,15 @@ def run_all(
     if num_finished:
         tqdm.write(f"{num_finished} of {len(configs)} runs were finished before, skipped")
 
-    spent: defaultdict[str, float] = defaultdict(float)  # seconds by experiment
-    failures: list[tuple[str, Exception]] = []
-    put_off: list[Run] = []
+    failures: list[str] = []
     with bar(total=len(todo), unit="run", dynamic_ncols=True) as progress:
         while todo:
             held: list[Run] = []
             for group in groups(todo, lambda run: run.config):
-                begun = []
+                outcomes = _outcomes(group, resources)
                 for run in group:
-                    experiment = run.config.experiment
-                    limit = (minutes or {}).get(experiment)
-                    has_time = limit is None or spent[experiment] < 60 * limit
-                    if has_time or run.is_finished():
-                        begun.append(run)
-                    else:
-                        put_off.append(run)
-                        progress.update()
-                outcomes = _outcomes(begun, resources)
-                for run in begun:
                     progress.set_description(run.title)
-                    start = time.perf_counter()
                     outcome = next(outcomes)
-                    spent[run.config.experiment] += time.perf_counter() - start
                     if isinstance(outcome, HeldError):
                         held.append(run)
                         continue
@@ -125,51 +99,37 @@ def run_all(
                     if isinstance(outcome, Path):
                         yield outcome
                     else:
-                        failure = f"{run.title}: {describe(outcome)}"
-                        failures.append((failure, outcome))
-                        tqdm.write(f"failed: {failure}")
+                        failures.append(f"{run.title}: {describe(outcome)}")
+                        tqdm.write(f"failed: {failures[-1]}")
             if held:
                 progress.set_description(f"waiting for another process: {held[0].title}")
                 with holding(held[0].path.parent, wait=True):
                     pass
             todo = held
 
-    for run in put_off:
-        tqdm.write(f"put off: {run.title}")
     if len(failures) > 1:
-        for failure, _ in failures:
+        for failure in failures:
             tqdm.write(f"failed: {failure}")
-    later = counted(run.config.experiment for run in put_off)
-    later = f"put off, as their minutes are spent: {later}; the same command goes on"
     if failures:
-        raise _first_of(failures, len(configs), f"; {later}" if put_off else "")
-    if put_off:
-        raise UnfinishedError(later)
-
-
-def _first_of(failures: Sequence[tuple[str, Exception]], num_runs: int, more: str) -> Exception:
-    """The error of a sweep with failed runs: it says the first bug, else the first failure."""
-    bugs = [failure for failure in failures if not is_users(failure[1])]
-    failure, cause = (bugs or failures)[0]
-    which = "first bug" if bugs else "first"
-    line = f"{len(failures)} of {num_runs} runs failed; the {which}, {failure}{more}"
-    error = BugError(line) if bugs else UserError(line)
-    error.__cause__ = cause
-    return error
+        num_failed = f"{len(failures)} of {len(configs)} runs failed"
+        raise UserError(f"{num_failed}; the first, {failures[0]}")
 
 
 def _outcomes(group: Sequence[Run], resources: Resources) -> Iterator[Path | Exception]:
     """The record of each run of a group, or why there is none."""
-    if group and kinds.process(group[0].config) is not None:
+    if kinds.process(group[0].config) is not None:
         yield from run_apart(group, resources)
     else:
         yield from (_outcome(run, resources) for run in group)
 
 
 def _outcome(run: Run, resources: Resources) -> Path | Exception:
+    """A run's record, or its error; a bug shows its traceback."""
     try:
         return runner.run(run, resources, waits=False)
     except Exception as error:
+        if not is_users(error) and not isinstance(error, HeldError):
+            traceback.print_exc()
         return error
 
 
@@ -189,13 +149,7 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
         pipe, its_end = context.Pipe()
         child = context.Process(target=_child, args=(its_end,))
         try:
-            # Started with the child, the resource tracker would take the block away.
-            resource_tracker.ensure_running()
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # which the child inherits
-            try:
-                child.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            child.start()
             its_end.close()
             while todo and child.exitcode is None:
                 run = todo.pop(0)
@@ -207,7 +161,7 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
                     outcome = why_it_died(run, child.exitcode)
                     fail(run, outcome)
                 yield outcome
-                if isinstance(outcome, BugError):  # such as one of CUDA, which spoils its process
+                if isinstance(outcome, RuntimeError):  # a bug of CUDA spoils its process
                     break
         finally:
             if child.pid is not None:
@@ -218,25 +172,24 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
 
 def why_it_died(run: Run, code: int | None) -> UserError:
     """The error of a run whose process ended with an exit code, negative for a signal."""
+    killed = ", as systems do where memory runs out" if code == -signal.SIGKILL else ""
     lower = kinds.to_lower(run.config)
-    if code is None or code >= 0:
-        out = f"where memory ran out, lower {lower}"
-        return UserError(f"its process ended (exit code {code}); {out}")
-    name = signal.Signals(-code).name
-    memory = ", as systems do where memory runs out" if -code == signal.SIGKILL else ""
-    return UserError(f"its process was killed (exit code {code}, {name}{memory}); lower {lower}")
+    return UserError(f"its process ended (exit code {code}{killed}); lower {lower}")
 
 
 def _child(pipe: Connection) -> None:
     """Do each run that comes through the pipe, and send back its record or its error, until this is
     killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this
     threading.Thread(target=_end_with_parent, daemon=True).start()
     resources = Resources()
     while True:
         run = pipe.recv()
         outcome = _outcome(run, resources)
-        if isinstance(outcome, Exception) and not isinstance(outcome, HeldError):
-            outcome = sendable(outcome)
+        if isinstance(outcome, Exception) and not isinstance(outcome, UserError | HeldError):
+            # Of the same words: not every error can be sent to another process.
+            is_ours = not is_users(outcome)
+            outcome = (RuntimeError if is_ours else UserError)(describe(outcome))
         pipe.send(outcome)
 
 

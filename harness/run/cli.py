@@ -1,15 +1,11 @@
 """The command line: settings are composed, a run or a sweep is made, and a refusal is one line.
 
-Exit codes: 0; 2 for what a user can put right; 1 for a bug of ours; 75 for a sweep that put runs
-off, since their minutes were spent (the same command goes on); 130 after Ctrl-C, 143 after SIGTERM,
-which ends a run in the same way; 141 where the reader of the output has left (`| head`).
-HYDRA_FULL_ERROR=1 shows tracebacks.
+Exit codes: 0; 2 for what a user can put right; 1 for a bug of ours, with its traceback; 130 after
+Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
-import io
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,22 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig
 
-from harness import errors
-from harness.errors import BUG, TRACEBACKS, UNFINISHED, USERS, UnfinishedError, UserError
+from harness.errors import BUG, STOPPED, USERS, UserError, one_line
 from harness.files import holding
 from harness.model.resources import Resources
 from harness.results.record import jsonable
-from harness.run import kinds, launcher, runner
+from harness.run import kinds, runner
 from harness.run.all_runs import run_all
 from harness.run.compose import compose, load, resolved
 from harness.run.sweep import is_sweep, read_plan
 from harness.run.words import Command, command_of
 from harness.settings.explain import help_text
 from harness.settings.kinds import find
-from harness.settings.paths import RESULTS
-from harness.settings.schema import path_text
 
 Draw = Callable[[Path], Sequence[Path]]
 """Draws the figures of a results folder; returns their paths."""
@@ -46,18 +38,13 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     resources: shared by its runs, for a caller that starts several. draw: makes the figures of a
     results folder once a sweep has run, and returns their paths.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # any name can be shown, `\\xfc` for `ü`
-            stream.reconfigure(errors="backslashreplace")
-    jobs = Jobs([], resources or Resources(), draw)
+    jobs = Jobs(resources or Resources(), draw)
     try:
         with jobs.told():
-            command = command_of(argv)
-            jobs.given = command.jobs
-            _do(jobs, command)
-    except KeyboardInterrupt as stop:
-        print(errors.INTERRUPTED, file=sys.stderr)
-        jobs.exit_code = errors.code_of_stop(stop)
+            _do(jobs, command_of(argv))
+    except KeyboardInterrupt:
+        print("interrupted; the same command repeats only what is not finished", file=sys.stderr)
+        jobs.exit_code = STOPPED
         jobs.draws = False  # whoever stops a process may kill it soon
     with jobs.told():
         jobs.report()
@@ -73,11 +60,8 @@ def _do(jobs: Jobs, command: Command) -> None:
         composed = resolved(compose({**given, "sweep": None}))
         composed["method"] |= {field.name: getattr(method, field.name) for field in fields(method)}
         print(yaml.safe_dump(jsonable(composed), sort_keys=False), end="")
-    elif command.of_launcher:
-        results_dir = path_text(given.get("results_dir", RESULTS), "results_dir")
-        launcher.start(jobs.run_apart, len(jobs.given), command.of_launcher, results_dir)
     else:
-        jobs.run_all()
+        jobs.run_all(command.jobs)
 
 
 @dataclass
@@ -85,12 +69,11 @@ class Jobs:
     """The jobs of a command: one, or with `-m` several, each a run or a sweep. One that
     fails does not stop the others.
 
-    given: the settings of each. resources: shared by them. draw: makes the figures of a results
-    folder. paths: records of the finished runs. gaps: what a sweep left out, in lines. exit_code: a
-    bug's, else the last failure's, else 0. draws: a sweep ran, so draw its figures.
+    resources: shared by them. draw: makes the figures of a results folder. paths: records of the
+    finished runs. gaps: what a sweep left out, in lines. exit_code: a bug's, else that of a
+    refusal, else 0. draws: a sweep ran, so draw its figures.
     """
 
-    given: Sequence[Mapping[str, Any]]
     resources: Resources = field(default_factory=Resources)
     draw: Draw | None = None
     paths: list[Path] = field(default_factory=list)
@@ -98,32 +81,23 @@ class Jobs:
     exit_code: int = 0
     draws: bool = False
 
-    def run_all(self) -> None:
-        """Do all jobs here, one after another; the error of each is printed. Raises UserError
-        before the first for an unknown name in any."""
-        for given in self.given:
+    def run_all(self, jobs: Sequence[Mapping[str, Any]]) -> None:
+        """Do jobs one after another, each by its settings; the error of each is printed. Raises
+        UserError before the first for an unknown name in any."""
+        for given in jobs:
             compose(given)
         # They most often ask for the same prompts.
-        self.resources.shares_prompts |= len(self.given) > 1
-        for number in range(len(self.given)):
-            with self.told(self.words_of(number)):
-                self.run(number)
+        self.resources.shares_prompts |= len(jobs) > 1
+        for given in jobs:
+            words = []
+            for name, value in given.items():
+                if any(name not in other or other[name] != value for other in jobs):
+                    words.append(f"{name}={value}")
+            with self.told(" ".join(words)):
+                self._run(given)
 
-    def run_apart(self, config: DictConfig) -> None:
-        """Do job number `config.job` in a process that a launcher started, in a copy of this, which
-        writes its tables. Raises its error, in a form that can be sent back."""
-        with errors.launchers_stop():
-            try:
-                self.run(config.job)
-            except Exception as error:
-                self.fail(error, self.words_of(config.job))
-                raise errors.sendable(error) from error
-            finally:
-                self.report()
-
-    def run(self, number: int) -> None:
+    def _run(self, given: Mapping[str, Any]) -> None:
         """Do one job. Raises as its run, or as the first of its runs that failed."""
-        given = self.given[number]
         config = compose(given)
         if is_sweep(config):
             # It takes seconds.
@@ -133,7 +107,7 @@ class Jobs:
             self.draws = True
             self.gaps += plan.gaps()
             print(*plan.gaps(), sep="\n", end="\n" if plan.left_out else "")
-            for path in run_all(plan.runs, plan.minutes, self.resources):
+            for path in run_all(plan.runs, self.resources):
                 self.paths.append(path)
         else:
             for name in given:
@@ -150,39 +124,21 @@ class Jobs:
         with runner.users_faults(config):
             kinds.measure(config, self.resources)
 
-    def words_of(self, number: int) -> str:
-        """What tells a job from the others."""
-        words = []
-        for name, value in self.given[number].items():
-            if any(name not in other or other[name] != value for other in self.given):
-                words.append(f"{name}={value}")
-        return " ".join(words)
-
     @contextmanager
     def told(self, job: str = "") -> Iterator[None]:
-        """An error in the block is said in one line, unless nobody reads on. job: as of `fail`."""
+        """An error in the block is printed on stderr: what a user can put right in one line. job:
+        what tells it from the others."""
         try:
             yield
-        except BrokenPipeError:
-            raise
-        except SystemExit as end:  # as of a user's task, which is imported before its run begins
-            called = f"sys.exit({end.code!r}) was called by a task or a method"
-            self.fail(UserError(called), job)
-        except Exception as error:
-            self.fail(error, job)
-
-    def fail(self, error: BaseException, job: str = "") -> None:
-        """Say in one line on stderr what went wrong. job: what tells it from the others."""
-        is_users, unfinished = errors.is_users(error), isinstance(error, UnfinishedError)
-        if self.exit_code != BUG:  # of another job
-            self.exit_code = UNFINISHED if unfinished else USERS if is_users else BUG
-        if os.environ.get(TRACEBACKS, "0") not in ("", "0"):
-            traceback.print_exception(error)
-        said = errors.describe(error)
-        where = f"{job}: " if job and job not in said else ""
-        how = "unfinished" if unfinished else "error"
-        hint = "" if is_users else f"; {TRACEBACKS}=1 shows where"
-        print(f"{how}: {errors.printable(where + said)}{hint}", file=sys.stderr)
+        except (UserError, OSError) as error:
+            said = one_line(error)
+            where = f"{job}: " if job and job not in said else ""
+            print(f"error: {where}{said}", file=sys.stderr)
+            self.exit_code = self.exit_code or USERS
+        except Exception:
+            print(f"error, a bug{f' of {job}' if job else ''}:", file=sys.stderr)
+            traceback.print_exc()
+            self.exit_code = BUG
 
     def report(self) -> None:
         """Write the tables of what has run, print its table, and name the figures and what was left

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from harness.errors import UserError, nearest, one_line
@@ -61,7 +60,7 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
             if values[name] is not None:
                 chosen.append(f"{name}={values[name]}")
     has_sweep = values.get("sweep", {}) is not None
-    config = pickle.loads(_composed(schema.CONF_DIR, _last_change(), tuple(chosen), has_sweep))
+    config = pickle.loads(_composed(schema.CONF_DIR, tuple(chosen), has_sweep))
     if own is not None:
         system = values.get("system")  # wins over an experiment, as among the files of `conf/`
         over = [] if system is None else [schema.conf_file("system", system)]
@@ -79,28 +78,24 @@ def compose(given: Iterable[str] | Values = ()) -> DictConfig:
 
 
 @cache
-def _composed(conf: Path, change: int, chosen: tuple[str, ...], has_sweep: bool) -> bytes:
-    """What Hydra composes of a choice of files, pickled, which is copied seven times as fast: once
-    a process, and again where a file has changed. Without its sweep, which may be most of it."""
-    if GlobalHydra.instance().is_initialized():  # in a job of a launcher
+def _composed(conf: Path, chosen: tuple[str, ...], has_sweep: bool) -> bytes:
+    """What Hydra composes of a choice of files, once a process; pickled, which is copied seven
+    times as fast. Without its sweep, which may be most of it."""
+    with hydra.initialize_config_dir(str(conf), version_base="1.3"):
         config = hydra.compose("config", list(chosen))
-    else:
-        with hydra.initialize_config_dir(str(conf), version_base="1.3"):
-            config = hydra.compose("config", list(chosen))
     OmegaConf.set_struct(config, False)
     if not has_sweep:
         config.sweep = None
     return pickle.dumps(config)
 
 
-def _last_change() -> int:
-    return max(file.stat().st_mtime_ns for file in schema.CONF_DIR.rglob("*.yaml"))
-
-
 def resolved(config: DictConfig) -> dict[str, Any]:
     """A composed configuration as plain values."""
     try:
         return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+    except InterpolationKeyError as error:  # as of sweep.part=fig41
+        _require_known(config, str(error).split("'")[1])
+        raise
     except OmegaConfBaseException as error:
         cause = error.__context__ if isinstance(error.__context__, UserError) else error
         raise UserError(one_line(cause)) from error

@@ -1,12 +1,11 @@
-"""How a run of each kind is made.
+"""How a run of each kind is measured, beside `harness.settings.kinds`, and what is asked before.
 
-`harness.settings.kinds` has the other half of each kind: its settings, and what decides its
-numbers. Light to import: torch and pandas come when a run begins.
+Light to import: torch and pandas come when a run begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 from harness.data.text import named_text
@@ -17,61 +16,79 @@ from harness.model.resources import Resources
 from harness.results import inputs
 from harness.scoring.progress import say
 from harness.settings.config import RunConfig
-from harness.settings.kinds import Outcome
+from harness.settings.kinds import Outcome, find
 from harness.settings.task_config import OFFLINE_TASKS, TASKS
 
 
 def measure(config: RunConfig, resources: Resources) -> Outcome:
     """What a run measures, or prints. resources: what the runs of this process share."""
-    kind = config.kind
-    if kind == "advise":
-        from harness.run.advise import advise
+    return MEASURED[config.kind](config, resources)
 
-        print(advise(config))
-    elif kind == "contract":
-        from harness.checks.contract import run_contract
-        from harness.run.trust import run_trust
 
-        run_contract(config, partial(print, flush=True))
-        if config.thorough:
-            run_trust(config, resources)
-    elif kind == "analysis":
-        from harness.paper.analysis import run_analysis, run_memory
+def _perplexity(config: RunConfig, resources: Resources) -> Outcome:
+    from harness.scoring.perplexity import run_perplexity
 
-        if not needs_weights(config):
-            return run_memory(config)
-        return run_analysis(config, resources.model(config.model))
-    elif kind == "tasks":
-        from harness.scoring.evaluation import run_tasks, run_turns
+    return run_perplexity(config, resources.model(config.model), resources.references)
 
-        if not resources.has_model(config.model):
-            say(f"{config.experiment} {config.label}: loading model {config.model.name}")
-        score = run_turns if config.prefill == "both" else run_tasks
-        return score(config, resources.model(config.model))
-    elif kind == "perplexity":
-        from harness.scoring.perplexity import run_perplexity
 
-        return run_perplexity(config, resources.model(config.model), resources.references)
-    elif kind == "latency":
-        from harness.speed.latency import run_latency
+def _tasks(config: RunConfig, resources: Resources) -> Outcome:
+    from harness.scoring.evaluation import run_tasks, run_turns
 
-        return run_latency(config, resources.model(config.model), resources.prompts)
-    else:
-        from harness.speed.generate import run_generate
+    if not resources.has_model(config.model):
+        say(f"{config.experiment} {config.label}: loading model {config.model.name}")
+    score = run_turns if config.prefill == "both" else run_tasks
+    return score(config, resources.model(config.model))
 
-        write = partial(print, end="", flush=True)
-        made = run_generate(config, resources.model(config.model), write)
-        print(f"\n\n{made.summary()}")
+
+def _latency(config: RunConfig, resources: Resources) -> Outcome:
+    from harness.speed.latency import run_latency
+
+    return run_latency(config, resources.model(config.model), resources.prompts)
+
+
+def _generate(config: RunConfig, resources: Resources) -> Outcome:
+    from harness.speed.generate import run_generate
+
+    write = partial(print, end="", flush=True)
+    made = run_generate(config, resources.model(config.model), write)
+    print(f"\n\n{made.summary()}")
     return Outcome({})
 
 
-def needs_weights(config: RunConfig) -> bool:
-    """Whether a model is loaded; without, its shape is all that is looked at."""
-    if config.kind == "contract":
-        return config.thorough
-    if config.kind == "analysis":
-        return config.analysis.statistic != "memory"
-    return config.kind != "advise"
+def _analysis(config: RunConfig, resources: Resources) -> Outcome:
+    from harness.paper.analysis import run_analysis, run_memory
+
+    if config.analysis.statistic == "memory":
+        return run_memory(config)
+    return run_analysis(config, resources.model(config.model))
+
+
+def _contract(config: RunConfig, resources: Resources) -> Outcome:
+    from harness.checks.contract import run_contract
+    from harness.run.trust import run_trust
+
+    run_contract(config, partial(print, flush=True))
+    if config.thorough:
+        run_trust(config, resources)
+    return Outcome({})
+
+
+def _advise(config: RunConfig, resources: Resources) -> Outcome:
+    from harness.run.advise import advise
+
+    print(advise(config))
+    return Outcome({})
+
+
+MEASURED: dict[str, Callable[[RunConfig, Resources], Outcome]] = {
+    "perplexity": _perplexity,
+    "tasks": _tasks,
+    "latency": _latency,
+    "generate": _generate,
+    "analysis": _analysis,
+    "contract": _contract,
+    "advise": _advise,
+}
 
 
 def check(config: RunConfig) -> None:
@@ -100,56 +117,49 @@ def digests_of(config: RunConfig) -> dict[str, str]:
     Raises:
         UserError: a file or folder is missing or cannot be read, or a model cannot be fetched.
     """
-    found = inputs.common(config, weights=needs_weights(config))
-    if config.kind in ("perplexity", "analysis") and needs_weights(config):
+    kind = find(config.kind)
+    needs_weights = kind.needs_weights(config)
+    reads = kind.reads if needs_weights else ()
+    found = inputs.common(config, weights=needs_weights)
+    if "corpus" in reads:
         found |= inputs.corpus(config.corpus, config.data)
-    elif config.kind == "tasks":
+    if "tasks" in reads:
         found |= inputs.tasks(config)
-    elif config.kind == "latency":
+    if "prompt" in reads:
         found["prompt"] = text_sha256(named_text(config.calibration.name))
-    else:
-        return found
-    return found | inputs.calibration(config.calibration)
-
-
-def process(config: RunConfig) -> Hashable:
-    """What runs must have in common to share a process of their own; None where a run needs none:
-    only those that are timed do."""
-    if config.kind != "latency":
-        return None
-    return repr(config.model), config.platform.name, shape(config)
+    if "calibration" in reads:
+        found |= inputs.calibration(config.calibration)
+    return found
 
 
 def shape(config: RunConfig) -> str:
     """A word for a progress line that tells timed runs of one label apart."""
-    if config.kind != "latency":
+    if not find(config.kind).timed:
         return ""
     batch = "largest " if config.latency.largest else config.latency.batch_size
     return f"{batch}x{config.latency.prompt_len}"
 
 
-def lengths(config: RunConfig) -> list[str]:
-    """The settings that add up to the tokens of a run's longest sequence."""
-    if config.kind == "perplexity":
-        return ["seq_len"] if config.max_new_tokens is None else ["prefill_len", "max_new_tokens"]
-    if config.kind == "latency":
-        return ["prompt_len", "gen_len"]
-    return ["analysis.num_tokens"] if config.kind == "analysis" else []
+def process(config: RunConfig) -> Hashable:
+    """What runs must have in common to share a process of their own; None where a run needs none:
+    only those that are timed do."""
+    if not find(config.kind).timed:
+        return None
+    return repr(config.model), config.platform.name, shape(config)
 
 
 def to_lower(config: RunConfig) -> str:
     """The settings on which a run's memory depends most, with their values."""
-    more = {"perplexity": ["num_windows"], "tasks": ["num_fewshot"], "generate": ["max_new_tokens"]}
-    names = [*lengths(config), *more.get(config.kind, [])]
-    if config.kind == "latency":
-        names = [*names, "capacity.max_batch"] if config.latency.largest else ["batch_size", *names]
-    return " or ".join(name if config.value(name) is None else config.typed(name) for name in names)
+    words = []
+    for name in find(config.kind).sizes(config):
+        words.append(name if config.value(name) is None else config.typed(name))
+    return " or ".join(words)
 
 
 def require_length(config: RunConfig) -> None:
     """Raise UserError where a sequence is longer than the model takes, as its configuration says:
     before its weights are read."""
-    names = lengths(config)
+    names = find(config.kind).lengths(config)
     if not names:
         return
     limit = max_length_of(model_config(config.model))

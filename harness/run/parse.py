@@ -25,7 +25,7 @@ from harness.settings.config import (
     prompt_of_window,
 )
 from harness.settings.kinds import find
-from harness.settings.schema import AT_TOP, build, options
+from harness.settings.schema import AT_TOP, FULL, build, formats, options
 from harness.settings.task_config import GENERATED_TASKS, PAPER_TASKS
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ NO_SETTINGS = ("sweep", "codec_settings", "budget", "method")
 """What stands in `conf/config.yaml` and is no plain setting of `RunConfig`."""
 
 
-@own_method.faults()
 def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig:
     """Check composed settings and freeze them.
 
@@ -97,7 +96,23 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
     made_label = _label(config, file)
     if kind.live:
         systems.check_label(config.label, made_label)
+    if method_name == FULL and made_label not in systems.LABELS:
+        config, made_label = _named(config, made_label)
     return config if config.label else replace(config, label=made_label)
+
+
+def _named(config: RunConfig, label: str) -> tuple[RunConfig, str]:
+    """A run of the full cache and its label; with the codec of a named format, under that name."""
+    for name, file in formats().items():
+        if codec_words(**_codec_of(file)) == config.codec_name:
+            config = replace(config, method_name=name)
+            return config, _label(config, file)
+    return config, label
+
+
+def _codec_of(file: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method's file says of its codec, as `codec_words` takes it."""
+    return {"codec": None} | {name: file[name] for name in CODEC_WORDS if name in file}
 
 
 def chosen_model(composed: Mapping[str, Any], given: Collection[str]) -> ModelConfig:
@@ -251,17 +266,11 @@ def _budget(given: Any, method: Method, codec: Any) -> dict[str, Any]:
 def _label(config: RunConfig, file: Mapping[str, Any]) -> str:
     """The name of a run that the user gave none: its system, or its method and codec. file: of the
     method."""
-    codec_of_file = None
-    if "codec" in file:
-        codec_of_file = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file})
+    codec_of_file = codec_words(**_codec_of(file))
     if find(config.kind).live:
-        behind_preset = str(file["_target_"]).split(".")[1] if codec_of_file else config.method_name
-        return systems.name_of(behind_preset, config, is_own="_target_" not in file)
-    title = file.get("title") or config.method.title
-    if not isinstance(title, str) or not title.isprintable():
-        refusal = f"its label is {title!r}; must be text in one line"
-        raise UserError(f"method={config.method_name}: {refusal}")
-    parts: list[str | None] = [title]
+        method = FULL if codec_of_file else config.method_name
+        return systems.name_of(method, config, is_own="_target_" not in file)
+    parts: list[str | None] = [file.get("title") or config.method.title]
     if config.codec_name != codec_of_file:
         parts.append(config.codec_name)
     if config.gpu_cache != file.get("gpu_cache", 0):

@@ -9,25 +9,23 @@ sweep loads it once.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError, describe, line_in, printable, reason
+from harness.errors import UserError, describe, printable
 from harness.files import HeldError, holding, stated_memory
 from harness.model.resources import Resources
 from harness.results import environment, inputs
 from harness.results import record as records
 from harness.results.metrics import BUDGET, DEVICE_FRAC, TOKENS_EVICTED
 from harness.run import kinds
-from harness.settings import own_method
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome, find
 from harness.settings.schema import is_unmet
@@ -45,7 +43,6 @@ class Run:
     path: Path
 
     @classmethod
-    @own_method.faults()
     def of(cls, config: RunConfig, resources: Resources | None = None) -> Run:
         """Digest all that the run of `config` reads. Raises UserError where something is
         missing."""
@@ -115,9 +112,9 @@ def run(
     say: prints a line.
 
     Raises:
-        UserError: wrong input, an unwritable results folder, too little memory (which setting to
-            lower), or a fault of the user's model, data or method. The record then says `failed`,
-            as for any other exception; after Ctrl-C it says `interrupted`.
+        UserError: wrong input, an unwritable results folder, or too little memory (which setting
+            to lower). The record then says `failed`, as for any other exception; after Ctrl-C it
+            says `interrupted`.
         HeldError: another process does this run.
     """
     if not waits:
@@ -126,9 +123,7 @@ def run(
         return _skip(todo, say)
     if waits and is_held(todo.path):
         say(f"{todo.title}: another process is at it; waiting")
-    with holding(todo.path.parent, wait=waits) as has_locks:
-        if not has_locks:
-            _warn(todo.path.parents[3])
+    with holding(todo.path.parent, wait=waits):
         if todo.is_finished():  # by another process meanwhile
             return _skip(todo, say)
         why = todo.why_again()
@@ -190,7 +185,7 @@ def tables_of(paths: Sequence[Path]) -> list[str]:
 def _record(todo: Run, resources: Resources) -> None:
     """Measure, and write the record, whichever way it ends."""
     record, config = _unfinished(todo), todo.config
-    reads_weights = kinds.needs_weights(config)
+    reads_weights = find(config.kind).needs_weights(config)
     # Before any work, so that an unwritable folder costs nothing.
     records.write_record(todo.path, record)
     start = time.perf_counter()
@@ -259,7 +254,6 @@ def _devices_of(model: Any) -> list[str]:
     return list(dict.fromkeys(devices)) or [str(model.device)]
 
 
-@own_method.faults()
 def _unfinished(todo: Run) -> dict[str, Any]:
     """The record of a run that has not ended: what a killed one leaves."""
     config = todo.config
@@ -287,59 +281,23 @@ def _unfinished(todo: Run) -> dict[str, Any]:
     }
 
 
-# Faults of the user's model, data or method
-
-
 @contextmanager
 def users_faults(config: RunConfig) -> Iterator[None]:
-    """Raise as a `UserError` what a user can put right: memory, a full disk, their own model,
-    method or task. The memory of the host is as large as the settings say."""
+    """Raise as a `UserError` what a user can put right: too little memory, and what a method says
+    of its settings. The memory of the host is as large as the settings say."""
     try:
         with stated_memory(config.platform.host_gib):
             yield
-    except (UserError, KeyboardInterrupt, HeldError):
+    except Exception as error:
+        text = str(error)
+        # "OutOfMemoryError" is CUDA's, "DefaultCPUAllocator" the CPU's.
+        of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text
+        if of_torch or isinstance(error, MemoryError):
+            said = f"out of memory: lower {kinds.to_lower(config)}, or choose a smaller model"
+            raise UserError(said) from error
+        if isinstance(error, ValueError) and text.startswith("method."):
+            raise UserError(text) from error  # `methods` knows no UserError
         raise
-    except BaseException as error:
-        refusal = _refusal(config, error)
-        if refusal is None:
-            raise
-        raise UserError(refusal) from error
-
-
-def _refusal(config: RunConfig, error: BaseException) -> str | None:
-    """What a user can put right: with its file and line where it came out of a codec, method or
-    task function of their own. None where none ran.
-
-    Where an own method returned something that only our code stumbles over, the line is that of its
-    class.
-    """
-    text, fault = str(error), reason(error)
-    # "OutOfMemoryError" is CUDA's, "DefaultCPUAllocator" the CPU's.
-    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text
-    if of_torch or isinstance(error, MemoryError):
-        return f"out of memory: lower {kinds.to_lower(config)}, or choose a smaller model"
-    if isinstance(error, ValueError) and text.startswith("method."):
-        return text  # `methods` knows no UserError
-    returned = None
-    parts: dict[str, object] = {f"codec={config.codec}": config.own_codec}
-    parts[f"method={config.method_name}"] = config.method
-    for setting, part in parts.items():
-        file = inputs.own_file(type(part).__module__)
-        if file is None:
-            continue
-        line = line_in(error, set(map(str, file.parent.glob("*.py"))))
-        if line:
-            return f"{setting}: {line}: {fault}"
-        line = f"{file}:{inspect.getsourcelines(type(part))[1]}"
-        returned = f"{setting}: {line}: returned what cannot be used: {fault}"
-    folder = config.task.include_path
-    if folder is not None:
-        line = line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))
-        if line:
-            return f"include_path={folder}: {line}: {fault}"
-    if isinstance(error, SystemExit):
-        return f"{fault}; a method or task must not end the process"
-    return None if isinstance(error, OSError) else returned
 
 
 def is_held(record: Path) -> bool:
@@ -351,8 +309,3 @@ def is_held(record: Path) -> bool:
             return False
     except (HeldError, UserError):  # a lock that cannot be opened is another user's
         return True
-
-
-@cache
-def _warn(results_dir: Path) -> None:
-    log.warning("%s: its file system has no locks; start one process at a time", results_dir)

@@ -21,7 +21,6 @@ sweep:
   data_root: null                     # a setting of the sweep's own: sweep.data_root=DIR
   experiments: [speedup, table2]      # further sweeps, whose runs follow; `data_root` replaces a
                                       # setting of that name there
-  minutes: {fig11: 12}                # by experiment, for one start: later runs are put off
 
 A run that is named twice is one run. `sweep.share=K/N` is the K-th of N shares of any sweep,
 for as many processes that know nothing of one another. The runs timed at one shape stay together,
@@ -49,7 +48,7 @@ from harness.run.words import Values, values_of
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
 from harness.settings.paths import CONF_DIR
-from harness.settings.schema import Positive, Text, build, options
+from harness.settings.schema import Text, build, options
 from harness.settings.systems import OF_EVERY_METHOD
 
 
@@ -60,13 +59,10 @@ class Keywords:
     settings: Mapping[str, Any] = field(default_factory=dict)
     runs: tuple[Mapping[str, Any], ...] = ()
     experiments: tuple[str, ...] = ()
-    minutes: Mapping[str, Positive | None] = field(default_factory=dict)
     share: Text | None = None
 
 
 KEYWORDS = Keywords.__dataclass_fields__.keys()
-SCALES = ("small", "paper")
-"""What `sweep.scale=` may be, where a file has it: one small model, or the paper's parameters."""
 
 TUNED = CONF_DIR / "tuned.yaml"
 
@@ -87,13 +83,11 @@ OmegaConf.register_new_resolver("as_tuned", as_tuned, replace=True)
 
 @dataclass
 class Plan:
-    """runs: checked, none of which has begun. left_out: experiment and reason of each
-    that `when` or `where_allowed` leaves out. minutes: by experiment, what its runs may take in one
-    start; None, or not named: as long as it takes."""
+    """runs: checked, none of which has begun. left_out: experiment and reason of each that `when`
+    or `where_allowed` leaves out."""
 
     runs: list[RunConfig] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    minutes: dict[str, float | None] = field(default_factory=dict)
 
     def gaps(self) -> list[str]:
         """What is left out, a line for each reason."""
@@ -131,9 +125,6 @@ def read_plan(given: Iterable[str] | Values) -> Plan:
     """
     plan, values = Plan(), values_of(given)
     config = compose(values)
-    scale = config.sweep.get("scale", SCALES[0])
-    if scale not in SCALES:
-        raise UserError(f"sweep.scale={scale}: {nearest(scale, SCALES)}")
     own = {}
     for name, value in values.items():
         if name.partition(".")[0] not in ("sweep", "experiment"):
@@ -141,11 +132,6 @@ def read_plan(given: Iterable[str] | Values) -> Plan:
     _read(plan, config, own, (values.get("experiment", ""),))
     if not plan.runs:
         raise UserError(f"nothing to run: {'; '.join(plan.gaps())}")
-    known = {config.experiment: None for config in plan.runs} | dict(plan.left_out)
-    for name in plan.minutes:
-        if name not in known:
-            no_run = f"no run is of that experiment; {nearest(name, known)}"
-            raise UserError(f"sweep.minutes.{name}: {no_run}")
     if (share := config.sweep.get("share")) is not None:
         plan.runs = share_of(plan.runs, str(share))
     return plan
@@ -230,7 +216,6 @@ def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]
         for key in sweep.keys() & part.sweep.keys() - KEYWORDS:
             part.sweep[key] = sweep[key]
         _read(plan, part, given, (*within, name))
-    plan.minutes |= asked.minutes  # the outer sweep's word holds
 
 
 def _conditions(config: DictConfig, num_entries: int) -> list[str]:

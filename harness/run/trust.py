@@ -1,6 +1,7 @@
-"""`experiment=trust`: the faults that users of such comparisons reported in 2026, looked for here.
+"""The contract's `thorough=true`: the faults that users of such comparisons reported in 2026,
+looked for here.
 
-    python run.py experiment=trust
+    python run.py experiment=contract thorough=true
 
 Three start tokens, a dropped answer prefix, a budget without effect, a quantizer that leaves the
 generated tokens exact, a full cache that is not the model's own, an accuracy that is not that of
@@ -257,7 +258,7 @@ def run_trust(config: RunConfig, resources: Resources) -> None:
     dtype = str(subject.loaded.model.dtype).removeprefix("torch.")
     if dtype != "float32":
         raise UserError(
-            f"experiment=trust: model.dtype={dtype}: its rounding is larger than the differences "
+            f"thorough=true: model.dtype={dtype}: its rounding is larger than the differences "
             "that are looked for; allowed: float32"
         )
     lines = []
@@ -274,9 +275,10 @@ def run_trust(config: RunConfig, resources: Resources) -> None:
     sheet = Sheet("Checks", pd.DataFrame(lines, columns=header))
     path = Path(config.results_dir) / "trust.md"
     made = f"on {datetime.date.today()}, of {subject.loaded.name} and code {code_digest()[:12]}"
-    words = f"Checks that ran {made}. `{COMMAND} experiment=trust` makes them again."
+    again = f"`{COMMAND} experiment=contract thorough=true` makes them again"
+    words = f"Checks that ran {made}. {again}."
     write_atomic(path, markdown("trust", words, [sheet]))
     print(path)
     failed = [name for name, verdict, _ in lines if verdict != "holds"]
     if failed:
-        raise UserError(f"experiment=trust: {', '.join(failed)}: does not hold")
+        raise UserError(f"thorough=true: {', '.join(failed)}: does not hold")

@@ -31,8 +31,6 @@ FREE_TEXT = (
 MULTIRUN = ("-m", "--multirun")
 PRINTED = ("--cfg", "-c", "job")
 """Words that print the settings of a run."""
-OF_LAUNCHERS = ("hydra/launcher", "hydra.launcher", "hydra.verbose")
-"""The settings of Hydra that a command may give."""
 
 Values = Mapping[str, Any]
 """Settings by the names that a command line gives them; `+` before the name of a new one."""
@@ -61,40 +59,30 @@ def read(word: str) -> tuple[str, Any]:
 
 
 class Command(NamedTuple):
-    """A command line. jobs: the settings of each. prints: what is printed in place of a run.
-    of_launcher: words of the launcher of Hydra's that starts the jobs; none starts them here."""
+    """A command line. jobs: the settings of each. prints: what is printed in place of a run."""
 
     jobs: list[dict[str, Any]]
     prints: Literal["help", "settings"] | None
-    of_launcher: list[str]
 
 
 def command_of(argv: Sequence[str]) -> Command:
     """A command line as it is meant. Raises UserError for a word that is none, with what to type in
     its place."""
     words: list[str] = []
-    of_launcher: list[str] = []
     prints: Literal["help", "settings"] | None = None
     for number, word in enumerate(argv):
         if word in ("--help", "-h"):
             prints = "help"
         elif word in PRINTED:
             prints = prints or "settings"
-        elif word.lstrip("+").startswith("hydra"):
-            of_launcher.append(word)
-        elif word not in MULTIRUN and ("=" not in word or word.startswith("-")):
-            instead = instead_of(argv, number)
-            raise UserError(f"{word}: must be NAME=VALUE; type {instead}")
-        elif word not in MULTIRUN:
+        elif word in MULTIRUN:
+            continue
+        elif "=" not in word or word.startswith("-"):
+            raise UserError(f"{word}: must be NAME=VALUE; type {instead_of(argv, number)}")
+        else:
             words.append(word)
     is_sweep = not {*MULTIRUN}.isdisjoint(argv)
-    for word in of_launcher:
-        if not word.lstrip("+").startswith(OF_LAUNCHERS):
-            allowed = f"results go to results_dir=; allowed of Hydra's: {', '.join(OF_LAUNCHERS)}"
-            raise UserError(f"{word}: is no setting of a run; {allowed}")
-        if not is_sweep:
-            raise UserError(f"{word}: starts the jobs of a sweep, which needs -m")
-    return Command(_jobs(words) if is_sweep else [values_of(words)], prints, of_launcher)
+    return Command(_jobs(words) if is_sweep else [values_of(words)], prints)
 
 
 def _jobs(words: Iterable[str]) -> list[dict[str, Any]]:
@@ -225,4 +213,4 @@ def instead_of(argv: Sequence[str], number: int) -> str:
 def _at_top() -> set[str]:
     """The settings at the top of `conf/config.yaml`, and the groups."""
     groups = {path.name for path in CONF_DIR.iterdir() if path.is_dir()}
-    return groups | conf_file("", "config").keys() - {"defaults", "hydra"}
+    return groups | conf_file("", "config").keys() - {"defaults"}

@@ -39,7 +39,7 @@ def help_text(method: str) -> str:
         text = (CONF_DIR / f"{file}.yaml").read_text(encoding="utf-8")
         lines += ["", f"Settings of {group}=NAME: {group}.SETTING=VALUE", "", text.rstrip()]
     text = (CONF_DIR / "config.yaml").read_text(encoding="utf-8")
-    of_runs = text[text.index("# What is read") : text.index("hydra:\n")]
+    of_runs = text[text.index("# What is read") :]
     lines += ["", "Settings of a run: SETTING=VALUE, default, meaning", "", of_runs.rstrip()]
     return "\n".join([*lines, "", *method_help(method)])
 

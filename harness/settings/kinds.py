@@ -1,7 +1,5 @@
 """The kinds of run, such as perplexity: what decides their numbers, what their settings must be
-together, and where the numbers go.
-
-`harness.run.kinds` makes a run of each kind. Imports no torch.
+together, and where the numbers go. Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,23 +41,31 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the runs of one kind have in common.
+    """What the runs of one kind have in common; `harness.run.kinds` measures them.
 
     depends_on: the settings that decide its numbers besides `COMMON`; a change of any other makes
     no other run. unread: those of them that a run does not read. rules: what its settings must be
-    together. table: the shape of its rows in tables. code: the folders and modules of `harness`
-    that make its numbers, besides the core that all kinds share. live: it decodes through two
-    memories, so that its label may name a system (`harness.settings.systems`). modelled: the cost
-    model does it for a machine that is not here. keeps_record: its outcome is recorded, and the run
-    is skipped the next time; else it only prints.
+    together. needs_weights: whether a model is loaded; without, its shape is all that is looked at.
+    reads: what it reads besides its model and method. lengths: the settings that add up to the
+    tokens of its longest sequence. sizes: those on which its memory depends most. table: the shape
+    of its rows in tables. code: the folders and modules of `harness` that make its numbers, besides
+    the core that all kinds share. live: it decodes through two memories, so that its label may name
+    a system (`harness.settings.systems`). timed: its runs go in a process of their own. modelled:
+    the cost model does it for a machine that is not here. keeps_record: its outcome is recorded,
+    and the run is skipped the next time; else it only prints.
     """
 
     depends_on: tuple[str, ...] = ()
     unread: Callable[[RunConfig], set[str]] = lambda config: set()
     rules: Callable[[RunConfig], Rules] = lambda config: iter(())
+    needs_weights: Callable[[RunConfig], bool] = lambda config: True
+    reads: tuple[Literal["corpus", "tasks", "prompt", "calibration"], ...] = ()
+    lengths: Callable[[RunConfig], list[str]] = lambda config: []
+    sizes: Callable[[RunConfig], list[str]] = lambda config: []
     table: Literal["accuracy", "latency", "analysis"] = "accuracy"
     code: tuple[str, ...] = ()
     live: bool = False
+    timed: bool = False
     modelled: bool = False
     keeps_record: bool = True
 
@@ -149,6 +155,16 @@ def _of_analysis(config: RunConfig) -> Rules:
     yield "method", statistic == "similarity" and chooses, compares
 
 
+def _lengths_of_perplexity(config: RunConfig) -> list[str]:
+    return ["seq_len"] if config.max_new_tokens is None else ["prefill_len", "max_new_tokens"]
+
+
+def _sizes_of_latency(config: RunConfig) -> list[str]:
+    lengths = ["prompt_len", "gen_len"]
+    largest = config.latency.largest
+    return [*lengths, "capacity.max_batch"] if largest else ["batch_size", *lengths]
+
+
 TEXTS = ("corpus", "data", "calibration")
 KINDS = {
     "perplexity": Kind(
@@ -157,6 +173,9 @@ KINDS = {
         ),
         unread=_unread_by_perplexity,
         rules=_of_perplexity,
+        reads=("corpus", "calibration"),
+        lengths=_lengths_of_perplexity,
+        sizes=lambda config: [*_lengths_of_perplexity(config), "num_windows"],
         code=("scoring", "results/samples.py"),
     ),
     "tasks": Kind(
@@ -165,42 +184,52 @@ KINDS = {
             "calibration", "prefill",
         ),
         rules=_of_tasks,
+        reads=("tasks", "calibration"),
+        sizes=lambda config: ["num_fewshot"],
         code=("scoring", "results/samples.py"),
     ),
     "latency": Kind(
         depends_on=("platform", "placement", "latency", "capacity", "seed", "calibration"),
         unread=_unread_by_latency,
         rules=_of_latency,
+        reads=("prompt", "calibration"),
+        lengths=lambda config: ["prompt_len", "gen_len"],
+        sizes=_sizes_of_latency,
         table="latency",
         code=("speed", "results/step_stats.py"),
         live=True,
+        timed=True,
     ),
-    "generate": Kind(rules=_of_generate, live=True, keeps_record=False),
+    "generate": Kind(
+        rules=_of_generate,
+        sizes=lambda config: ["max_new_tokens"],
+        live=True,
+        keeps_record=False,
+    ),
     "analysis": Kind(
         depends_on=(*TEXTS, "analysis"),
         rules=_of_analysis,
+        needs_weights=lambda config: config.analysis.statistic != "memory",
+        reads=("corpus", "calibration"),
+        lengths=lambda config: ["analysis.num_tokens"],
+        sizes=lambda config: ["analysis.num_tokens"],
         table="analysis",
         code=("paper/analysis.py",),
     ),
-    "contract": Kind(keeps_record=False),
-    "advise": Kind(rules=_of_advise, modelled=True, keeps_record=False),
+    "contract": Kind(needs_weights=lambda config: config.thorough, keeps_record=False),
+    "advise": Kind(
+        rules=_of_advise,
+        needs_weights=lambda config: False,
+        modelled=True,
+        keeps_record=False,
+    ),
 }  # fmt: skip
-RENAMED = {
-    "long_decode": ("perplexity", "max_new_tokens=256"),
-    "turns": ("tasks", "prefill=both"),
-    "capacity": ("latency", "batch_size=largest"),
-    "trust": ("contract", "thorough=true"),
-}
-"""What was a kind of its own, and may still be that of a record: its kind now, and the setting that
-makes it."""
 
 
 def find(kind: str) -> Kind:
     """The kind of run of that name. Raises UserError where there is none."""
     if not isinstance(kind, str) or kind not in KINDS:  # composed YAML, not checked yet
-        now = RENAMED.get(str(kind))
-        allowed = f"type kind={' '.join(now)}" if now else nearest(kind, sorted(KINDS))
-        raise UserError(f"kind={kind}: {allowed}")
+        raise UserError(f"kind={kind}: {nearest(kind, sorted(KINDS))}")
     return KINDS[kind]
 
 

@@ -18,24 +18,18 @@ import importlib
 import inspect
 import re
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-from harness.errors import UserError, line_in, nearest, reason
+from harness.errors import UserError, nearest, reason
 from harness.settings.schema import conf_file, options
 
 PRESS = "kvpress:"
 """Before the name of a press of kvpress (`methods.kvpress`)."""
 FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)
 """A file, perhaps with a class: `./FILE.py:Class`. A folder's name may hold a colon too."""
-_IMPORTED: dict[Path, str] = {}
-"""The folder of each file of the user's own that this process has imported, with the choice that
-named it."""
 
 
 def is_own(choice: str) -> bool:
@@ -66,8 +60,7 @@ def chosen(choice: str) -> tuple[type, str, dict[str, Any]]:
     """The class that `method=<choice>` names, the method's name, and what its file in `conf/method`
     says, or would say.
 
-    Raises UserError if there is no such method, file or press, for an error in a file, with its
-    line, and unless it holds one method.
+    Raises UserError if there is no such method, file or press, and unless a file holds one method.
     """
     if choice in options("method"):
         cls, said = preset(choice)
@@ -158,38 +151,6 @@ def _import(name: str, setting: str, folder: Path) -> ModuleType:
         sys.path.append(str(folder))  # last: nothing of the user's takes the place of a library
     importlib.invalidate_caches()
     try:
-        module = importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        line, words = "", reason(error)
-        for frame in traceback.extract_tb(error.__traceback__)[1:]:  # the first is our own
-            if Path(frame.filename).is_relative_to(folder):
-                line = f"{frame.filename}:{frame.lineno}: "  # the innermost
-        if isinstance(error, SyntaxError):
-            line = f"{error.filename}:{error.lineno}: "
-            words = f"{type(error).__name__}: {error.msg}"
-        raise UserError(f"{setting}: {line}{words}") from error
-    if file := getattr(module, "__file__", None):
-        _IMPORTED.setdefault(Path(file).parent, setting)
-    return module
-
-
-@contextmanager
-def faults() -> Iterator[None]:
-    """Raise an error in the block that comes out of a file of the user's own as a UserError that
-    names its line.
-
-    What a method or codec says of itself, such as `title` and `with_budget`, is asked while
-    settings are checked.
-    """
-    try:
-        yield
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        for folder, setting in _IMPORTED.items():
-            line = line_in(error, set(map(str, folder.glob("*.py"))))
-            if line:
-                raise UserError(f"{setting}: {line}: {reason(error)}") from error
-        raise
+        return importlib.import_module(name)
+    except (ImportError, SyntaxError) as error:
+        raise UserError(f"{setting}: {reason(error)}") from error

@@ -22,7 +22,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from pydantic.errors import PydanticUserError
 
 from harness.errors import UserError, nearest
-from harness.files import home_expanded
 from harness.settings.paths import CONF_DIR
 
 T = TypeVar("T")
@@ -31,8 +30,6 @@ MOST = 2**31 - 1
 """The largest whole number of any setting."""
 LARGEST = 3e38
 """The largest finite number of any setting: what float32 holds."""
-SURROGATE = re.compile("[\ud800-\udfff]")
-"""What a text of Python may hold and UTF-8 cannot: half of a character, or a byte of no text."""
 WORDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -47,6 +44,8 @@ WORDS = {
     "less_than_equal": "at most {le:.10g}",
 }
 """What is allowed, by pydantic's type of error."""
+FULL = "full"
+"""The method that reads the whole cache."""
 AT_TOP = ("latency", "sampling", "task")
 """Groups of a run whose settings are written without the group."""
 
@@ -66,7 +65,7 @@ def _path(text: str) -> str:
         raise ValueError("is empty; must be a path, such as . for the present folder")
     if "\0" in text:
         raise ValueError("no file can have such a name")
-    return str(home_expanded(text))
+    return os.path.expanduser(text)
 
 
 def _day(text: str) -> str:
@@ -117,13 +116,27 @@ def is_unmet(asked: float | None, ran: float | None) -> bool:
     return asked is not None and ran is not None and abs(ran - asked) > FAR * asked
 
 
+@cache
+def formats() -> dict[str, dict[str, Any]]:
+    """The formats of the whole cache that have a name, as methods with what their files would
+    say."""
+    named = yaml.safe_load((CONF_DIR / "formats.yaml").read_text(encoding="utf-8"))
+    full = conf_file("method", FULL)
+    return {name: full | {"name": name} | said for name, said in named.items()}
+
+
 def options(group: str) -> list[str]:
-    """The choices of a group of settings: the files under `conf/<group>`."""
-    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+    """The choices of a group of settings: the files under `conf/<group>`; among methods, the named
+    formats too."""
+    names = [path.stem for path in (CONF_DIR / group).glob("*.yaml")]
+    return sorted([*names, *formats()] if group == "method" else names)
 
 
 def conf_file(group: str, name: str) -> dict[str, Any]:
-    """What a file of `conf/` says. Raises OSError if there is no such file."""
+    """What a file of `conf/` says, or would say of a named format. Raises OSError if there is no
+    such file."""
+    if group == "method" and name != FULL and name in formats():
+        return formats()[name]
     text = (CONF_DIR / group / f"{name}.yaml").read_text(encoding="utf-8")
     said: dict[str, Any] = yaml.safe_load(text)
     return said
@@ -139,8 +152,8 @@ def kind_of(experiment: str) -> str | None:
 
 
 def path_text(value: Any, where: str) -> str:
-    """A path with its `~` expanded. Raises UserError where it is empty, no text, in an unknown home
-    folder, or what no file system can hold; where: the setting that is named then."""
+    """A path with its `~` expanded. Raises UserError where it is empty, no text, or what no file
+    system can hold; where: the setting that is named then."""
     if not isinstance(value, str):
         raise UserError(f"{where}={value}: must be text")
     try:
@@ -188,8 +201,7 @@ def joined(where: str, name: str) -> str:
 
 
 def _require_values(value: Any, name: str) -> None:
-    """Raise UserError for a number that is none, or larger than any setting may be, and for text
-    that is no UTF-8, which JSON has not."""
+    """Raise UserError for a number that is none, or larger than any setting may be."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             _require_values(item, joined(name, str(key)))
@@ -200,8 +212,6 @@ def _require_values(value: Any, name: str) -> None:
         raise UserError(f"{name}={value}: must be a number")
     elif isinstance(value, int) and abs(value) > MOST:
         raise UserError(f"{name}={value}: must be at most {MOST}")
-    elif isinstance(value, str) and SURROGATE.search(value):
-        raise UserError(f"{name}={value}: is not UTF-8 text")
 
 
 def _in_words(error: ValidationError, cls: Any, where: str) -> str:

@@ -68,8 +68,8 @@ def check_label(label: str, made: str) -> None:
 
 
 def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
-    """The label of a run: its system, else its settings in words. method: of a preset, the method
-    behind it."""
+    """The label of a run: its system, else its settings in words. method: of a named format, the
+    full cache."""
     transfers = {name: getattr(config.platform, name) for name in ("overlap", "pinned")}
     ran = System(method, config.placement, config.codec_name, config.gpu_cache, **transfers)
     for label, system in LABELS.items():

@@ -12,8 +12,8 @@ batch to begin with, of the memory that is free, or of `platform.device_gib`. It
 a method needs while it reads a prompt and what the allocator loses. Where memory does not suffice,
 batches between are tried until the largest that runs is found.
 
-    python run.py experiment=capacity method=h2o placement=device platform.device_gib=0.75
-    python run.py experiment=capacity platform=cuda model=opt-13b model.weights=random system=ideal
+    python run.py experiment=capacity sweep=null system=offload platform.device_gib=0.75
+    python run.py experiment=capacity sweep=null system=ideal platform=cuda model=llama3.1-8b
 """
 
 from __future__ import annotations

@@ -273,15 +273,6 @@ def test_what_a_call_sets_itself_is_not_set_twice(name, model, tmp_path):
     assert refusal(lambda: harness.lm(model, experiment="perplexity")).startswith("experiment='perplexity': is ")
 
 
-@pytest.mark.parametrize("name", ["KV_HARNESS_CACHE", "XDG_CACHE_HOME"])
-def test_a_cache_in_no_home_folder_is_refused(name, monkeypatch, network, tmp_path):
-    network.save_pretrained(tmp_path / "model")
-    monkeypatch.delenv("KV_HARNESS_CACHE", raising=False)
-    monkeypatch.setenv(name, "~nobody_of_this_name/x")
-    said = refusal(lambda: harness.load(tmp_path / "model").perplexity(methods=["full"]))
-    assert said == f"{name}=~nobody_of_this_name/x: there is no such home folder"
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -194,7 +194,7 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
     texts = reading(monkeypatch, tmp_path, tiny_loaded())
     device = ["platform.device_gib=0.003"]
     for words in (["system=ideal"], ["system=offload"], ["system=infinigen2+rows"]):
-        assert main(["experiment=capacity", *texts[1:], *SHORT, "gen_len=60", *device, *words]) == 0
+        assert main(["experiment=capacity", "sweep=null", *texts[1:], *SHORT, "gen_len=60", *device, *words]) == 0
     capsys.readouterr()
     by_label: dict[str, list] = {}
     for row in rows_at("outputs/tables/capacity.csv"):
@@ -279,8 +279,8 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
     monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda device: 1e10)
     cards: list[float | None] = []
     loaded = LoadedModel(tiny("gqa"), None, "tiny", 512, random_ids=RandomIds(256))
-    words = ["experiment=capacity", "platform=cuda", "system=offload", "model.weights=random", "prompt_len=40"]
-    words += ["gen_len=4", "timed_steps=1", "calibration.num_tokens=40"]
+    words = ["experiment=capacity", "sweep=null", "platform=cuda", "system=offload", "model.weights=random"]
+    words += ["prompt_len=40", "gen_len=4", "timed_steps=1", "calibration.num_tokens=40"]
     words += ["capacity.max_batch=20", f"platform.device_gib={'null' if gib is None else gib}"]
     outcome = latency.run_latency(load([*words, f"results_dir={tmp_path}"]), loaded)
     assert timed == [(batch, (batch, 40)) for batch in (1, 2, 4, 8, 6, 5)] and cards == [gib]

@@ -24,7 +24,7 @@ from harness.results.columns import csv_of, read_frame
 from harness.results.samples import clustered_stderr
 from harness.results.stats import LEVEL, estimates, holm
 from harness.run.compose import load
-from harness.settings.schema import CONF_DIR
+from harness.settings.schema import options
 from plots import style
 from plots.drawing import figure_of
 from tests.results.test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, shares
@@ -489,7 +489,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
 
 
 def test_readme_names_methods_that_there_are():
-    labels = {load([f"method={path.stem}"]).label for path in (CONF_DIR / "method").glob("*.yaml")}
+    labels = {load([f"method={name}"]).label for name in options("method")}
     assert labels.issuperset(board.README_METHODS)
 
 

@@ -1,15 +1,13 @@
-"""How a command ends where a method ends the process, nobody reads the output, or a disk is full."""
+"""How a command ends where a method ends the process, or a disk is full."""
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
-from harness import errors, files
+from harness import errors
 from harness.errors import UserError
 from harness.model import calibration
 from harness.results.record import read_all
@@ -29,22 +27,6 @@ def test_a_method_that_ends_the_process_leaves_an_interrupted_run(own_folder, mo
     assert [record["status"] for record in read_all("outputs")] == ["interrupted"]
 
 
-# Nobody reads
-
-
-def test_output_that_nobody_reads_on_ends_the_command_quietly(tmp_path):
-    shell = f"{sys.executable} {ROOT / 'run.py'} --help | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr, done.stdout) == (errors.BROKEN_PIPE, "", "")
-
-
-def test_a_broken_pipe_of_the_methods_own_is_told(own_folder, monkeypatch, capfd):
-    texts = reading(monkeypatch, own_folder, tiny_loaded())
-    Path("mine.py").write_text(EVICTING.replace("return value", "raise BrokenPipeError(32, 'gone'); return value"))
-    assert main(["method=./mine.py", *texts, *SHORT]) == 2
-    assert "gone" in capfd.readouterr().err
-
-
 # Full disks
 
 
@@ -59,22 +41,6 @@ def test_a_full_cache_names_its_folder_and_what_moves_it(error, own_folder, monk
     (line,) = capsys.readouterr().err.splitlines()
     assert f"the cache {own_folder}/cache cannot be written" in line
     assert "No space left" in line and "KV_HARNESS_CACHE" in line
-
-
-# Damaged notes in the cache
-
-
-@pytest.mark.parametrize("note", [b"", b"0" * 63, b"\xff" * 64])
-def test_a_damaged_note_of_a_digest_is_not_read(note, tmp_path, monkeypatch):
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(files, "SETTLED_S", -1.0)
-    file = tmp_path / "file"
-    file.write_text("content")
-    digest = files.file_sha256(file)
-    (kept,) = (tmp_path / "cache" / "digests").iterdir()
-    assert kept.read_text() == digest
-    kept.write_bytes(note)
-    assert files.file_sha256(file) == digest == files.content_sha256(file)
 
 
 def test_refused_takes_whatever_foreign_code_raises():

@@ -1,4 +1,4 @@
-"""The checks of `experiment=trust` hold for the code as it is, and fail where the fault is there."""
+"""The checks of `experiment=contract thorough=true` hold for the code as it is, and fail where the fault is there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def subject(default_model) -> trust.Subject:
     first = AutoModelForCausalLM.from_config(config)
     first.load_state_dict(default_model.model.state_dict(), strict=False)
     loaded = dataclasses.replace(default_model, model=first.eval().requires_grad_(False))
-    return trust.Subject(load(["experiment=trust"]), loaded)
+    return trust.Subject(load(["experiment=contract", "thorough=true"]), loaded)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def few(monkeypatch):
 
 def test_every_check_holds_and_the_page_says_what_it_saw(subject, few, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("harness.model.load.load_model", lambda config: subject.loaded)
-    assert cli.main(["experiment=trust", f"results_dir={tmp_path}"]) == 0
+    assert cli.main(["experiment=contract", "thorough=true", f"results_dir={tmp_path}"]) == 0
     page = (tmp_path / "trust.md").read_text(encoding="utf-8")
     assert re.search(r"Checks that ran on \d{4}-\d\d-\d\d, of smollm2-135m and code [0-9a-f]{12}", page)
     assert len(HOLDS.findall(page)) == len(trust.CHECKS) and "FAILS" not in page

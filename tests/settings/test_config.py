@@ -12,9 +12,9 @@ from harness.run.compose import compose, load, resolved
 from harness.run.kinds import check
 from harness.run.parse import OF_THE_FILE, parse
 from harness.settings.config import RunConfig
-from harness.settings.kinds import COMMON, KINDS, RENAMED, find, foreign_settings
+from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
 from harness.settings.own_method import shipped
-from harness.settings.schema import CONF_DIR, options
+from harness.settings.schema import CONF_DIR, conf_file, options
 from harness.settings.task_config import PAPER_TASKS
 from methods.settings import settings_of
 
@@ -47,7 +47,7 @@ def test_every_choice_composes(group, choice):
 
 @pytest.mark.parametrize("choice", options("method"))
 def test_a_method_file_holds_what_it_changes_of_settings_with_a_meaning_and_a_range(choice):
-    file = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "method" / f"{choice}.yaml"))
+    file = conf_file("method", choice)
     changes = {key: value for key, value in file.items() if key not in ("name", *OF_THE_FILE)}
     config = load([f"method={choice}"])
     method = config.method
@@ -69,7 +69,7 @@ def test_a_method_file_holds_what_it_changes_of_settings_with_a_meaning_and_a_ra
 @pytest.mark.parametrize(
     ("overrides", "label"),
     [
-        (["method=full", "codec=int4"], "Full cache + int4"),
+        (["method=full", "codec=fp16"], "Full cache + fp16"),
         (["method=int4", "codec=int4"], "INT4"),
         (["method=infinigen", "method.skew=false", "codec=fp16"], "InfiniGen without skewing + fp16"),
         (["method=h2o", "label=mine"], "mine"),
@@ -82,6 +82,26 @@ def test_a_method_file_holds_what_it_changes_of_settings_with_a_meaning_and_a_ra
 def test_a_run_without_a_label_is_named_after_its_method(overrides, label):
     config = load(overrides)
     assert (config.label, config.label_given) == (label, "label=mine" in overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "label"),
+    [
+        ("codec=int8", "int8", "INT8"),
+        ("codec=int8 group_size=16", "int8", "INT8"),
+        ("codec=q4_0", "full", "Full cache + q4_0"),  # as llama.cpp's without its rotation
+        ("codec=int4 key_groups=channel residual=128 group_size=32", "kivi4", "KIVI-4"),
+        ("codec=int4 experiment=latency", "full", "offload+int4"),
+        ("codec=int4 experiment=latency placement=device", "int4", "full+int4 (device)"),
+    ],
+)
+def test_the_full_cache_in_a_named_format_has_its_name(words, name, label):
+    """So that its rows are those of `method=NAME`; a system keeps its method."""
+    config = load(["method=full", *words.split()])
+    assert (config.method_name, config.label) == (name, label)
+    if "group_size=16" not in words and name != "full":
+        others = [word for word in words.split() if word.startswith(("experiment", "placement"))]
+        assert config == load([f"method={name}", *others])
 
 
 def test_the_platform_decides_device_and_precision():
@@ -106,14 +126,6 @@ def test_a_kind_depends_on_settings_that_exist():
     for kind, settings in depends.items():
         assert foreign_settings(kind) == names - settings
         assert all((CONF_DIR.parent / "harness" / name).exists() for name in find(kind).code)
-
-
-def test_an_old_name_of_a_kind_says_the_new_spelling():
-    for kind, (now, setting) in RENAMED.items():
-        with pytest.raises(UserError, match=f"^kind={kind}: type kind={now} {setting}$"):
-            load([f"kind={kind}"])
-        name, _, value = setting.partition("=")
-        assert value == str(compose([f"experiment={kind}"])[name]).lower()
 
 
 def test_yaml_defaults_are_the_dataclass_defaults():
