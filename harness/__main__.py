@@ -28,9 +28,9 @@ def main() -> int:
         print(f"error: {sys.executable}: {missing(error)}; {installs}", file=sys.stderr)
         return USERS
     if sys.argv[1:2] == ["lm-eval"]:
-        from harness.api import lm_command  # lm-eval takes seconds to import
+        from harness.api import method_lm  # lm-eval takes seconds to import
 
-        return lm_command.main(sys.argv[2:])
+        return method_lm.main(sys.argv[2:])
     if sys.argv[1:2] == ["samples"]:
         from harness.results import lost
 
