@@ -30,11 +30,12 @@ def measure(config: RunConfig, resources: Resources) -> Outcome:
         print(advise(config))
     elif kind == "contract":
         from harness.checks.contract import run_contract
-        from harness.run.trust import run_trust
+        from harness.checks.trust import run_trust
+        from harness.run.compose import load
 
-        run_contract(config, partial(print, flush=True))
+        run_contract(config)
         if config.thorough:
-            run_trust(config, resources)
+            run_trust(config, resources.model(config.model), load)
     elif kind == "analysis":
         from harness.paper.analysis import run_analysis, run_memory
 
