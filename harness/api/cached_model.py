@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 
 TRANSFORMERS_NEW_TOKENS = 20
 """What transformers' `generate` makes where nothing says how many tokens."""
-ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
-CLOSED = "its cache is closed, as its generate or the block of harness.attach has ended"
+ENDED = "the block of harness.attach has ended, or the generate that made this cache"
 OWN_CACHE = (
     "an attached model makes its own cache; leave it out, or give a call of the model what an "
     "earlier one with use_cache=True returned"
@@ -97,9 +96,9 @@ def attach(
         UserError: the model is refused or attached already, a setting is wrong, or there is no
             tokenizer to calibrate with.
     """
-    for name, value in {"max_new_tokens": max_new_tokens, "prefill_len": prefill_len}.items():
-        if value is not None:
-            require_count(name, value)
+    require_count("max_new_tokens", max_new_tokens)
+    if prefill_len is not None:
+        require_count("prefill_len", prefill_len)
     used = held(model, tokenizer)
     own = {"experiment": "generate", "prompt": "-", "method": method, "budget": budget}
     config = used.configured(own, settings)
@@ -198,7 +197,7 @@ class MethodCache(ModelCache):
     def require_open(self) -> LiveSession:
         """The session; UserError where there is none any more."""
         if self.session is None:
-            raise UserError(f"past_key_values: {CLOSED}")
+            raise UserError(f"past_key_values: {ENDED}")
         return self.session
 
     # What transformers' own code, or a user's, may do to a cache that stores keys and values

@@ -33,7 +33,7 @@ from lm_eval.api.registry import model_registry
 
 from harness.api.interface import Model, held, load, refuse
 from harness.data.task_plan import COMPLAINTS
-from harness.errors import UserError, exit_code, nearest, reason
+from harness.errors import UserError, exit_code, reason
 from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
 from harness.run.runner import users_faults
@@ -54,8 +54,6 @@ OF_LM_EVAL = (
 )  # fmt: skip
 """Settings of `Model.tasks` that lm-eval decides where it evaluates."""
 NAME = "kv"
-PLATFORMS = {"cpu": "cpu", "cuda": "cuda", "cuda:0": "cuda"}
-"""By lm-eval's `--device`."""
 DEFAULT_DEVICE = "cuda:0"
 """What lm-eval asks for where no device is given."""
 
@@ -169,7 +167,7 @@ class KVModel(MethodLM):
 
     def __init__(
         self,
-        pretrained: str | None = None,
+        pretrained: str,
         *,
         device: str = DEFAULT_DEVICE,
         dtype: str = "auto",
@@ -178,14 +176,9 @@ class KVModel(MethodLM):
         trust_remote_code: bool | str = False,
         **settings: Any,
     ) -> None:
-        if pretrained is None:
-            allowed = "an entry of conf/model, a folder, a GGUF file or an id of the hub"
-            raise UserError(f"pretrained=: is missing from --model_args; must be {allowed}")
-        if device not in PLATFORMS:
-            raise UserError(f"device={device}: {nearest(device, PLATFORMS)}")
         on_cpu = device == DEFAULT_DEVICE and not torch.cuda.is_available()
         of_model: dict[str, Any] = {
-            "platform": "cpu" if on_cpu else PLATFORMS[device],
+            "platform": "cpu" if on_cpu else device.removesuffix(":0"),
             "model.dtype": None if dtype == "auto" else dtype,
             "model.trust_remote_code": trust_remote_code,
         }

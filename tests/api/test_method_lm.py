@@ -153,7 +153,7 @@ def test_the_command_line_has_the_same_numbers_and_lm_evals_options(checkpoint, 
 
 
 REFUSED = {
-    "method=h2o": "pretrained=: is missing from --model_args; must be an entry of conf/model",
+    "method=h2o": "missing 1 required positional argument: 'pretrained'",
     "pretrained=smollm2": "model=smollm2: did you mean 'smollm2-135m'",
     "pretrained=MODEL,trust_remote_code=no": "model.trust_remote_code=no: must be true or false",
     "pretrained=MODEL,apply_chat_template=no": "apply_chat_template='no': lm-eval decides it",
@@ -177,8 +177,8 @@ def test_model_args_are_those_of_the_command_line(checkpoint):
     words = f"pretrained={checkpoint},platform=cpu,method=full,codec=int8,value_codec=null,seed=3"
     made = method_lm.KVModel.create_from_arg_string(words, {"batch_size": 1, "device": method_lm.DEFAULT_DEVICE})
     assert (made.config.codec_name, made.config.seed, made.config.platform.name) == ("int8", 3, "cpu")
-    with pytest.raises(UserError, match="device=cuda:1: did you mean"):
-        method_lm.KVModel.create_from_arg_string(words, {"device": "cuda:1"})
+    with pytest.raises(UserError, match="platform=cuda:1: did you mean"):
+        method_lm.KVModel.create_from_arg_string(f"pretrained={checkpoint}", {"device": "cuda:1"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
