@@ -29,6 +29,7 @@ from harness.errors import UserError
 from harness.files import write_atomic
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.model.shape import read_yaml
 from harness.replay.setup import prepare
 from harness.results.inputs import code_digest
 from harness.results.metrics import CLAIM, LABEL
@@ -40,16 +41,7 @@ from harness.settings.config import RunConfig
 from harness.settings.paths import COMMAND
 from methods.codecs.integers import IntegerCodec
 
-BUDGETS = ["infinigen2", "infinigen", "quest", "h2o", "snapkv", "streaming"]
-"""Methods whose budget is looked at."""
-LIVE = ["full", "infinigen2", "infinigen", "quest", "h2o", "kivi4"]
-"""Methods under which one text is decoded both ways."""
-PREFIXED = ["ruler_vt", "niah_single_1"]
-"""Tasks whose answer begins with words of theirs."""
-LENGTH = 1024
-"""Tokens of a window, and of the prompts of those tasks."""
-QUESTIONS = 2
-"""Questions of kv_recall, beside lm-eval's own model."""
+LOOKED_AT = dict(read_yaml(Path(__file__).with_suffix(".yaml")))
 SHARES = (0.05, 0.2)
 PROMPT, STEPS = 256, 7
 EQUAL = 1e-4
@@ -96,7 +88,7 @@ class Subject:
         from lm_eval import evaluate
         from lm_eval.models.huggingface import HFLM
 
-        task = "kv_recall"
+        task, count = "kv_recall", LOOKED_AT["questions"]
         config = self.run("experiment=tasks", "method=full", f"tasks=[{task}]")
         found = load_suite(config, self.loaded).tasks[task]
         own = HFLM(pretrained=self.loaded.model, tokenizer=self.loaded.tokenizer, batch_size=1)
@@ -104,7 +96,7 @@ class Subject:
 
         def scored(lm: Any) -> tuple[list[float], float]:
             with running_lm_eval():
-                results = evaluate(lm, {"tasks": {task: found}}, limit=QUESTIONS, bootstrap_iters=0)
+                results = evaluate(lm, {"tasks": {task: found}}, limit=count, bootstrap_iters=0)
             scores = []
             for logged in results["samples"][task]:
                 scores += [float(score) for score, _ in logged["filtered_resps"]]
@@ -134,8 +126,9 @@ def one_start_token(subject: Subject) -> str:
 
 def the_answer_begins_as_the_task_says(subject: Subject) -> str:
     """The prompt of a task of RULER ends with the words that begin its answer."""
-    words = ("experiment=tasks", f"tasks=[{','.join(PREFIXED)}]", "num_samples=1", "method=full")
-    config = subject.run(*words, f"metadata.max_seq_lengths=[{LENGTH}]")
+    tasks, length = ",".join(LOOKED_AT["prefixed"]), LOOKED_AT["prompt"]
+    words = ("experiment=tasks", f"tasks=[{tasks}]", "num_samples=1", "method=full")
+    config = subject.run(*words, f"metadata.max_seq_lengths=[{length}]")
     suite, tokenizer = load_suite(config, subject.loaded), subject.loaded.tokenizer
     assert tokenizer is not None, "tasks have read text by it"
     ends = []
@@ -148,18 +141,18 @@ def the_answer_begins_as_the_task_says(subject: Subject) -> str:
         [request] = lm.requests
         prompt = tokenizer.decode(request.ids[: request.context_len])
         ends.append(prompt.rstrip().endswith(document["gen_prefix"].rstrip()))
-    return _seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER ({LENGTH:,} tokens)")
+    return _seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER ({length:,} tokens)")
 
 
 def the_budget_bites(subject: Subject) -> str:
     """A method reads what was asked for, less than the prompt has; with less it is farther off."""
     holds, seen = True, []
-    for method in BUDGETS:
+    for method in LOOKED_AT["budgets"]:
         divergences = []
         for share in SHARES:
             config = subject.run(
                 "experiment=perplexity", f"method={method}", f"budget=nearest:{share}",
-                "num_windows=1", f"seq_len={LENGTH}", "method.dense_layers=0",
+                "num_windows=1", f"seq_len={LOOKED_AT['window']}", "method.dense_layers=0",
             )  # fmt: skip
             [metrics] = run_perplexity(config, subject.loaded).metrics.values()
             divergences.append(metrics["kl_nats"])
@@ -167,7 +160,7 @@ def the_budget_bites(subject: Subject) -> str:
         holds &= divergences[0] > divergences[1] > 0
         seen.append(f"{method} {divergences[0]:.3f} and {divergences[1]:.3f}")
     shares = " and ".join(f"{100 * share:.0f} %" for share in SHARES)
-    return _seen(holds, f"KL at {shares} of {LENGTH:,} tokens: {', '.join(seen)}")
+    return _seen(holds, f"KL at {shares} of {LOOKED_AT['window']:,} tokens: {', '.join(seen)}")
 
 
 def generated_tokens_are_quantized(subject: Subject) -> str:
@@ -219,13 +212,13 @@ def the_full_cache_is_the_models_own(subject: Subject) -> str:
 
 def live_is_replay(subject: Subject) -> str:
     """Decode steps, which are timed, and replay, which is scored, give equal logits."""
-    for method in LIVE:
+    for method in LOOKED_AT["live"]:
         with subject.trial(f"method={method}") as trial:
             try:
                 contract.live_is_replay(trial)
             except BrokenError as error:
                 raise BrokenError(f"{method}: {error}") from error
-    return f"{STEPS} steps of {', '.join(LIVE)}, with their logits and shares"
+    return f"{STEPS} steps of {', '.join(LOOKED_AT['live'])}, with their logits and shares"
 
 
 CHECKS: dict[str, Callable[[Subject], str]] = {

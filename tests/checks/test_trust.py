@@ -38,15 +38,11 @@ def subject(default_model) -> trust.Subject:
 @pytest.fixture
 def few(monkeypatch):
     """Less of each check."""
-    less = {
-        "BUDGETS": ["infinigen2"],
-        "LIVE": ["full", "h2o"],
-        "PREFIXED": ["niah_single_1"],
-        "LENGTH": 600,
-        "QUESTIONS": 1,
-    }
+    less = {"budgets": ["infinigen2"], "live": ["full", "h2o"], "window": 256}
+    less |= {"prefixed": ["niah_single_1"], "prompt": 600, "questions": 1}
+    assert less.keys() == trust.LOOKED_AT.keys()
     for name, value in less.items():
-        monkeypatch.setattr(trust, name, value)
+        monkeypatch.setitem(trust.LOOKED_AT, name, value)
 
 
 def test_every_check_holds_and_the_page_says_what_it_saw(
@@ -104,7 +100,7 @@ def test_what_is_no_number_is_seen(number, subject, few, monkeypatch):
     """Logits of one method and a log-likelihood that are NaN, first or later."""
     force, scores = Trial.force, [-1.0, -2.0]
     monkeypatch.setattr(Trial, "force", lambda *args: force(*args) * nan)
-    monkeypatch.setattr(trust, "LIVE", trust.LIVE[number:])
+    monkeypatch.setitem(trust.LOOKED_AT, "live", trust.LOOKED_AT["live"][number:])
     with pytest.raises(BrokenError, match="logits differ by nan"):
         trust.live_is_replay(subject)
     wrong = [-1.0, -2.0]
