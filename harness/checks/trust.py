@@ -255,20 +255,21 @@ def run_trust(
             f"experiment=trust: model.dtype={dtype}: its rounding is larger than the differences "
             "that are looked for; allowed: float32"
         )
-    lines = []
+    lines, failed = [], []
     for name, check in CHECKS.items():
         try:
             finding = Finding("ok", check(subject))
         except (BrokenError, UserError) as error:
             finding = Finding("FAILED", str(error))
+            failed.append(name)
         say(loaded.name, name, finding)
-        lines.append([name, finding.verdict, finding.words])
+        verdict = "holds" if finding.verdict == "ok" else "FAILS"
+        lines.append([name, verdict, finding.words])
     sheet = Sheet("Checks", pd.DataFrame(lines, columns=[LABEL.heading, "verdict", CLAIM.heading]))
     path = Path(config.results_dir) / "trust.md"
     made = f"on {datetime.date.today()}, of {loaded.name} and code {code_digest()[:12]}"
     words = f"Checks that ran {made}. `{COMMAND} experiment=trust` makes them again."
     write_atomic(path, markdown("trust", words, [sheet]))
     print(path)
-    failed = [name for name, verdict, _ in lines if verdict != "ok"]
     if failed:
-        raise UserError(f"experiment=trust: {', '.join(failed)}: FAILED")
+        raise UserError(f"experiment=trust: {', '.join(failed)}: does not hold")

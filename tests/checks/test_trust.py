@@ -21,7 +21,7 @@ from harness.run import cli
 from harness.run.compose import load
 from harness.settings.paths import PACKAGES_DIR
 
-HOLDS = re.compile(r"\|\s+ok \|")
+HOLDS = re.compile(r"\|\s+holds \|")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_every_check_holds_and_the_page_says_what_it_saw(
     assert cli.main(["experiment=trust", f"results_dir={tmp_path}"]) == 0
     page = (tmp_path / "trust.md").read_text(encoding="utf-8")
     assert re.search(r"Checks that ran on \d{4}-\d\d-\d\d, of smollm2-135m and code [0-9a-f]{12}", page)
-    assert len(HOLDS.findall(page)) == len(trust.CHECKS) and "FAILED" not in page
+    assert len(HOLDS.findall(page)) == len(trust.CHECKS) and "FAILS" not in page
     printed = capfd.readouterr().out
     for name in trust.CHECKS:
         assert name in printed and name in page
