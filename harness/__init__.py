@@ -10,13 +10,17 @@
 line.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness.api.cached_model import attach
-    from harness.api.interface import Model, frame, lm, load
+    from harness.api.interface import Model, load
+    from harness.api.method_lm import lm
 
-__all__ = ["Model", "attach", "frame", "lm", "load"]
+__all__ = ["Model", "attach", "lm", "load"]
+MODULES = {"attach": "cached_model", "lm": "method_lm"}
+"""The names that are not in `harness.api.interface`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -24,6 +28,5 @@ def __getattr__(name: str) -> Any:
     command line does late."""
     if name not in __all__:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
-    from harness.api import cached_model, interface
-
-    return getattr(cached_model if name == "attach" else interface, name)
+    module = MODULES.get(name, "interface")
+    return getattr(import_module(f"harness.api.{module}"), name)

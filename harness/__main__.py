@@ -30,9 +30,9 @@ def command() -> int:
         return USERS
     words = sys.argv[1:]
     if words[:1] == ["lm-eval"]:
-        from harness.api import lm_command  # lm-eval takes seconds to import
+        from harness.api import method_lm  # lm-eval takes seconds to import
 
-        return lm_command.main(words[1:])
+        return method_lm.main(words[1:])
     if words[:1] == ["samples"] or "--help" in words:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # its reader may leave, as `| head` does
     if words[:1] == ["samples"]:

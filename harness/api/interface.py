@@ -16,17 +16,14 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.data.text import prompt_ids
 from harness.errors import UserError
 from harness.files import stated_memory
 from harness.model.attach import digest_of, unchanged
@@ -40,27 +37,18 @@ from harness.run.compose import load as load_settings
 from harness.run.runner import Run, report, require_devices, users_faults
 from harness.run.runner import run as start
 from harness.run.words import source_of_model
-from harness.scoring.progress import bar, quietly
+from harness.scoring.progress import bar, quietly, say
 from harness.settings.config import ModelConfig, RunConfig
 from harness.speed.ask import ask_all
-from harness.speed.generate import Generated, new_tokens_of, run_generate
+from harness.speed.generate import Generated, run_generate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from harness.api.method_lm import MethodLM
-
 log = logging.getLogger(__name__)
 
-OF_A_COMMAND = ("sweep", "status")
-"""Settings of a command line that no single run has."""
 OF_A_CALL = ("method", "budget", "experiment", "prompt", "tasks")
 """Settings that each measurement is given anew."""
-OF_LM_EVAL = (
-    "tasks", "num_samples", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn",
-    "system_instruction", "include_path", "metadata", "data", "repeats",
-)  # fmt: skip
-"""Settings of `Model.tasks` that lm-eval decides where it evaluates."""
 
 
 def load(
@@ -80,9 +68,14 @@ def load(
         UserError: the model is missing, damaged or no decoder of transformers, or a setting is
         wrong.
     """
+    from transformers import PreTrainedModel  # here, as it takes seconds
+
+    if isinstance(model, PreTrainedModel):
+        return Model(Resources(loaded=from_memory(model, tokenizer)), settings)
+    _require_no_tokenizer(tokenizer)
     if not isinstance(model, str | Path):
-        return in_memory(model, tokenizer, settings)
-    require_no_tokenizer(tokenizer)
+        allowed = "a name, a folder, a GGUF file, an id of the hub, or a loaded transformers model"
+        raise UserError(f"model={type(model).__name__}: no model; allowed: {allowed}")
     name, value = source_of_model(str(model)) or ("model", str(model))
     chosen = Model(Resources(), with_given({name: value}, settings))
     config = chosen.configured({}, {})
@@ -93,86 +86,21 @@ def load(
     return chosen
 
 
-def lm(
-    model: PreTrainedModel | Model,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    method: str = "infinigen",
-    budget: float | str | None = None,
-    **settings: Any,
-) -> MethodLM:
-    """A model under a method for lm-eval: `lm_eval.simple_evaluate(model=lm(...), tasks=[...])`.
-
-    Log-likelihoods and texts are those of `Model.tasks` with the same settings. lm-eval chooses
-    tasks and examples.
-
-    Args:
-        model: a loaded transformers model, which is put into evaluation mode, or a `Model`.
-        tokenizer: of a loaded transformers model; by default the one at its `name_or_path`.
-        method, budget: as of `Model.tasks`; the budget is met for each task by itself.
-        settings: such as prefill="question", too_long="truncate", temperature=0.6,
-        `**{"method.alpha": 4}`.
-
-    Raises:
-        UserError: the model is refused, it has no tokenizer, or a setting is wrong or one of
-        lm-eval's own.
-    """
-    from harness.api.method_lm import MethodLM  # lm-eval takes seconds to import
-
-    _refuse(settings, OF_LM_EVAL, "lm-eval decides it, by its own arguments")
-    held = in_memory(model, tokenizer)
-    own = {"experiment": "tasks", "method": method, "budget": budget}
-    config = held.configured(own, settings)
-    require_tokenizer(held.loaded, method)
-    return MethodLM(config, held.loaded)
-
-
-def in_memory(
-    model: PreTrainedModel | Model,
-    tokenizer: PreTrainedTokenizerBase | None,
-    settings: Mapping[str, Any] = MappingProxyType({}),
-) -> Model:
-    """A model that the caller has loaded. Raises UserError for anything else."""
-    if isinstance(model, Model):
-        require_no_tokenizer(tokenizer)
-        return model
-    return Model(Resources(loaded=from_memory(network_of(model), tokenizer)), settings)
-
-
-def network_of(model: PreTrainedModel | Model) -> PreTrainedModel:
-    """The transformers model that a caller has loaded. Raises UserError for anything else."""
-    from transformers import PreTrainedModel
-
-    if isinstance(model, Model):
-        return model.loaded.model
-    if not isinstance(model, PreTrainedModel):
-        given = repr(model) if isinstance(model, str) else type(model).__name__
-        allowed = "a loaded transformers model, or what harness.load returns"
-        raise UserError(f"model={given}: no model; allowed: {allowed}")
+def held(model: PreTrainedModel | Model | str | Path, tokenizer: Any) -> Model:
+    """A model as `load` returns it; what it has returned stays as it is."""
+    if not isinstance(model, Model):
+        return load(model, tokenizer)
+    _require_no_tokenizer(tokenizer)
     return model
 
 
-def require_no_tokenizer(tokenizer: object) -> None:
+def _require_no_tokenizer(tokenizer: object) -> None:
     """Raise UserError for a tokenizer that is given beside a model which has its own."""
     if tokenizer is not None:
         raise UserError(f"tokenizer={tokenizer}: the model has its own; leave it out")
 
 
-def require_tokenizer(loaded: LoadedModel, method: str) -> None:
-    """Take the tokenizer beside the model's files where none was given. Raises UserError where
-    there is none."""
-    from transformers import AutoTokenizer
-
-    if loaded.reader is not None:
-        return
-    try:
-        loaded.tokenizer = AutoTokenizer.from_pretrained(loaded.model.name_or_path)
-    except (OSError, ValueError) as error:
-        why = "reads text; give the model's tokenizer, tokenizer="
-        raise UserError(f"method={method}: {why}") from error
-
-
-def _refuse(settings: Mapping[str, Any], groups: Collection[str], why: str) -> None:
+def refuse(settings: Mapping[str, Any], groups: Collection[str], why: str) -> None:
     """Raise UserError for a setting of these names or groups."""
     for name, value in settings.items():
         if name.partition(".")[0] in groups:
@@ -200,9 +128,9 @@ class Model:
     """A loaded model. `harness.load` makes it."""
 
     def __init__(self, resources: Resources, settings: Mapping[str, Any]) -> None:
-        _refuse(settings, OF_A_CALL, "each measurement is given it")
+        refuse(settings, OF_A_CALL, "each measurement is given it")
         if resources.loaded is not None:
-            _refuse(settings, ("model",), "the model is the one in memory")
+            refuse(settings, ("model",), "the model is the one in memory")
         self.resources = resources
         self.settings = dict(settings)
 
@@ -215,9 +143,8 @@ class Model:
         """The checked settings of a run: a call's own, and those that it was given. A model in
         memory decides model and platform. Raises UserError for a setting that is wrong, or that
         both have."""
-        _refuse(given, ("model",), "the model is loaded; harness.load takes it")
+        refuse(given, ("model",), "the model is loaded; harness.load takes it")
         settings = self.settings | with_given(own, given)
-        _refuse(settings, OF_A_COMMAND, "is for the command line alone")
         settings = {name: value for name, value in settings.items() if value is not None}
         loaded = self.resources.loaded
         if loaded is None:
@@ -248,13 +175,9 @@ class Model:
             raise UserError(f"prompt={prompt!r}: must be text")
         own = {"experiment": "generate", "prompt": prompt, "method": method, "budget": budget}
         config = self.configured(own, settings)
-        with users_faults(config), quietly(quiet):
+        with users_faults(config), quietly(quiet), bar(desc="generate", unit="step") as shown:
             loaded = self.resources.model(config.model)
-            num_prompt = len(prompt_ids(prompt, loaded.reader))
-            # The prompt's pass, and a step for each token.
-            steps = 1 + new_tokens_of(config, loaded, num_prompt)
-            with bar(total=steps, desc="generate", unit="step") as shown:
-                return run_generate(config, loaded, lambda piece: shown.update())
+            return run_generate(config, loaded, lambda piece: shown.update())
 
     def ask(
         self,
@@ -357,35 +280,28 @@ class Model:
                 runs.append(Run.of(config, self.resources))
             self.resources.shares_prompts = sum(not todo.is_finished() for todo in runs) > 1
             try:
-                return frame(self._records(runs, quiet))
+                with quietly(quiet):
+                    return frame(self._records(runs))
             finally:
                 self.resources.end_sharing()
 
-    def _records(self, runs: Sequence[Run], quiet: bool) -> list[dict[str, Any]]:
+    def _records(self, runs: Sequence[Run]) -> list[dict[str, Any]]:
         """The records of runs. One that is refused, as for a prompt that is too short for its
         method, costs the others nothing."""
-
-        def say(line: str) -> None:
-            if not quiet:
-                print(line, file=sys.stderr, flush=True)
 
         records = []
         refusals: list[UserError] = []
         for number, todo in enumerate(runs, 1):
-            is_new = not todo.is_finished()
-            if is_new:
+            if not todo.is_finished():
                 say(f"{todo.title}: running, {number} of {len(runs)}")
             try:
-                with quietly(quiet):
-                    path = start(todo, self.resources, say=say)
+                path = start(todo, self.resources, say=say)
             except UserError as error:
                 log.warning("%s: no row, %s", todo.title, error)
                 refusals.append(error)
                 continue
             report([path])
             records.append(read_record(path))
-            if is_new:
-                say(f"{todo.title}: took {records[-1]['seconds']:.0f} s; {path}")
         if not records:
             raise refusals[0]
         return records

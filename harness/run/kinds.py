@@ -65,11 +65,12 @@ def _analysis(config: RunConfig, resources: Resources) -> Outcome:
 
 def _contract(config: RunConfig, resources: Resources) -> Outcome:
     from harness.checks.contract import run_contract
-    from harness.run.trust import run_trust
+    from harness.checks.trust import run_trust
+    from harness.run.compose import load
 
-    run_contract(config, partial(print, flush=True))
+    run_contract(config)
     if config.thorough:
-        run_trust(config, resources)
+        run_trust(config, resources.model(config.model), load)
     return Outcome({})
 
 

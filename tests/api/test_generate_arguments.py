@@ -59,7 +59,7 @@ def new_tokens(model: Any, **asked: Any) -> list[list[int]]:
 
 @contextmanager
 def attached(model: Any) -> Iterator[CachedModel]:
-    with attach(model) as of_model, CachedModel(of_model, FULL, tokenizer=TOKENIZER, max_length=128) as cached:
+    with attach(model) as of_model, CachedModel(of_model, FULL, max_length=128) as cached:
         yield cached
 
 
@@ -184,15 +184,3 @@ def test_what_a_models_own_file_says_of_its_cache_plays_no_part(name):
         with pytest.raises(UserError, match=f"^{name}="):
             new_tokens(model, **{name: CACHE_OF_A_FILE[name]})
     assert GenerationRule(model, IDS[0].tolist(), **GREEDY.settings, max_new_tokens=3).is_plain
-
-
-def test_stop_strings_need_a_tokenizer_from_somewhere(model):
-    free = new_tokens(model)[0][IDS.shape[1] :]
-    asked = {"stop_strings": ["zz zz", TOKENIZER.decode(free[1:3])]}
-    expected = new_tokens(model, tokenizer=TOKENIZER, **asked)
-    assert len(expected[0]) < IDS.shape[1] + NEW
-    with attached(model) as cached:
-        assert new_tokens(model, **asked) == new_tokens(model, tokenizer=TOKENIZER, **asked) == expected
-        cached.tokenizer = None
-        with pytest.raises(ValueError, match="you must pass the model's tokenizer"):
-            new_tokens(model, **asked)

@@ -113,9 +113,7 @@ def test_a_run_says_on_stderr_where_it_is_unless_it_is_to_be_quiet(model, capsys
     methods = ["full", "streaming"]
     model.perplexity(methods=methods, budget=0.7)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "perplexity Full cache: running, 1 of 2"
-    assert lines[1].startswith("perplexity Full cache: took ") and lines[1].endswith("record.json")
-    assert lines[2] == "perplexity Streaming at 0.7: running, 2 of 2" and len(lines) == 4
+    assert lines == ["perplexity Full cache: running, 1 of 2", "perplexity Streaming at 0.7: running, 2 of 2"]
     model.perplexity(methods=methods, budget=0.7)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all("finished before, skipped" in line for line in said)
@@ -142,7 +140,7 @@ def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):
     network.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     settings = {"results_dir": str(tmp_path / "results")} | SHORT
-    harness.load(str(tmp_path / "model"), **settings).perplexity(methods=["full"])
+    harness.load(tmp_path / "model", **settings).perplexity(methods=["full"])
     words = [f"{name}={value}" for name, value in settings.items()]
     assert main(["method=full", f"model.path={tmp_path / 'model'}", *words]) == 0
     assert "finished before, skipped" in capsys.readouterr().out
@@ -178,11 +176,6 @@ def test_it_is_imported_from_any_folder(tmp_path):
 # Values of any kind: each is refused in one line that names the argument
 
 
-class Anything:
-    def __repr__(self) -> str:
-        return "Anything()"
-
-
 def refusal(act) -> str:
     with pytest.raises(UserError) as raised:
         act()
@@ -196,47 +189,24 @@ def named(given: object) -> str:
     return re.sub(r" at 0x\w+", "", ascii(given))[:20]
 
 
-LISTS = [None, [], {"full"}, 5, Anything(), iter(["full"])]
-BUDGETS = [
-    0,
-    2,
-    math.nan,
-    10**400,
-    True,
-    Anything(),
-    [0.5],
-    torch.tensor(0.5),
-    "x",
-    "nearest:",
-    "nearest:nan",
-    "nearest:2",
-]
+LISTS = [None, [], {"full"}, "full"]
 WRONG = {
     "model": (
         lambda model, given: harness.load(given),
-        [None, 5, Anything(), [], torch.nn.Linear(2, 2), "", "~nobody_of_this_name/x", "x" * 5000, "a\0b", "a/\ud800",
-         "a b/c d", Path("/no_such_folder")],
+        [None, torch.nn.Linear(2, 2), "", "a b/c d", Path("/no_folder")],
     ),
-    "tokenizer": (lambda model, given: harness.load(model.loaded.model, given), [5, Anything()]),
-    "methods": (lambda model, given: model.perplexity(methods=given), [*LISTS, "full"]),
-    "method": (
-        lambda model, given: model.perplexity(methods=[given]), [None, 3, b"full", "", "\ud800", "x" * 3000, "full\n"]
+    "tokenizer": (lambda model, given: harness.load(model.loaded.model, given), [5]),
+    "methods": (lambda model, given: model.perplexity(methods=given), LISTS),
+    "method": (lambda model, given: model.perplexity(methods=[given]), [None, "", "full\n"]),
+    "tasks": (lambda model, given: model.tasks(given, methods=["full"]), LISTS),
+    "prompt": (lambda model, given: model.generate(given, method="full", max_new_tokens=2), [None, ["a"], ""]),
+    "": (lambda model, given: model.perplexity(methods=["h2o"], **{given: object()}), ["platform", "nothing", ""]),
+    "seq_len": (lambda model, given: model.perplexity(methods=["h2o"], seq_len=given), [{1, 2}, torch.ones(2)]),
+    "budget": (
+        lambda model, given: model.perplexity(methods=["h2o"], budget=given),
+        [0, 2, math.nan, True, [0.5], torch.tensor(0.5), "x", "nearest:", "nearest:2"],
     ),
-    "tasks": (lambda model, given: model.tasks(given, methods=["full"]), [*LISTS, "kv_recall"]),
-    "prompt": (
-        lambda model, given: model.generate(given, method="full", max_new_tokens=2),
-        [None, 5, ["a"], Anything(), "", "a\ud800b"],
-    ),
-    "": (
-        lambda model, given: model.perplexity(methods=["h2o"], **{given: Anything()}),
-        ["platform", "method.heavy_frac", "results_dir", "codec", "data", "nothing", ""],
-    ),
-    "seq_len": (
-        lambda model, given: model.perplexity(methods=["h2o"], seq_len=given),
-        [Anything(), {1, 2}, torch.ones(2), {"a": Anything()}, "\ud800", [[[]]]],
-    ),
-    "budget": (lambda model, given: model.perplexity(methods=["h2o"], budget=given), BUDGETS),
-}  # fmt: skip
+}
 """Calls with values of an argument, by what is named where they are refused."""
 
 
@@ -258,12 +228,6 @@ def test_every_call_reads_a_budget_in_one_way(budget, model):
         assert "budget" in refusal(act)
 
 
-def test_a_path_is_a_model(network, tmp_path):
-    network.save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    assert harness.load(tmp_path / "model").loaded.name == "model"
-
-
 @pytest.mark.parametrize("name", ["experiment", "corpus.path"])
 def test_what_a_call_sets_itself_is_not_set_twice(name, model, tmp_path):
     text = tmp_path / "text.txt"
@@ -276,8 +240,6 @@ def test_what_a_call_sets_itself_is_not_set_twice(name, model, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"sweep": "paper"}, "sweep='paper': is for the command line alone"),
-        ({"status": True}, "status=True: is for the command line alone"),
         ({"model": "opt-13b"}, "model='opt-13b': the model is loaded"),
         ({"model.dtype": "bfloat16"}, "model.dtype='bfloat16': the model is loaded"),
         ({"results_dir": "a\0b"}, "results_dir=a\\x00b: no file can have such a name"),
@@ -299,24 +261,3 @@ def test_a_model_is_loaded_with_no_settings_of_a_call(network, tmp_path):
         assert refusal(lambda: harness.load(tmp_path / "model", **{name: value})).startswith(expected)  # noqa: B023
         assert refusal(lambda: harness.load(network, **{name: value})).startswith(expected)  # noqa: B023
     assert "in memory" in refusal(lambda: harness.load(network, **{"model.dtype": "bfloat16"}))
-
-
-def test_a_text_that_a_model_is_loaded_with_holds_for_its_measurements(network, tmp_path):
-    text = tmp_path / "own.txt"
-    text.write_text(TEXT)
-    settings = SHORT | {"corpus.path": text, "results_dir": str(tmp_path / "results")}
-    model = harness.load(network, byte_tokenizer(), **settings)
-    model.perplexity(methods=["full"])
-    (table,) = (tmp_path / "results" / "tables").glob("perplexity.csv")
-    assert "own.txt" in table.read_text()
-
-
-def test_one_method_is_not_given_beside_several(model):
-    said = refusal(lambda: model.perplexity(methods=["full"], method="h2o"))
-    assert said == "method='h2o': is 'full' here; leave it out"
-
-
-def test_a_label_of_two_lines_is_reported_in_one(model, capsys):
-    model.perplexity(methods=["full"], label="a\nb\x1b[31m")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "perplexity a\\nb\\x1b[31m: running, 1 of 1" and "\x1b" not in "".join(lines)

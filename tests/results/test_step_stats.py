@@ -179,11 +179,11 @@ def test_an_attached_model_tells_the_time_between_tokens(placement):
         attached, setup_of(attached, CASES["infinigen"]), {"placement": placement, "link": link}, max_new_tokens=8
     ) as cached:  # fmt: skip
         ids = torch.randint(3, 200, (2, 20))
-        output = cached(ids, use_cache=True)
+        output = attached.model(ids, use_cache=True)
         ends = [time.perf_counter()]
         for _ in range(3):
             time.sleep(pause)
-            output = cached(torch.full((2, 1), 5), past_key_values=output.past_key_values)
+            output = attached.model(torch.full((2, 1), 5), past_key_values=output.past_key_values)
             ends.append(time.perf_counter())
         usage = output.past_key_values.usage
         cached.generate(ids, max_new_tokens=6, do_sample=False)

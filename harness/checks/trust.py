@@ -1,5 +1,5 @@
-"""The contract's `thorough=true`: the faults that users of such comparisons reported in 2026,
-looked for here.
+"""The contract's `thorough=true`: the contract, then a search for the faults that users of such
+comparisons reported in 2026.
 
     python run.py experiment=contract thorough=true
 
@@ -12,9 +12,7 @@ now. `trust.md` of the results folder has what each saw, with the date and the d
 from __future__ import annotations
 
 import datetime
-import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +22,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
+from harness.checks import contract
+from harness.checks.contract import BrokenError, Finding, say
 from harness.checks.two_ways import Trial, largest_difference
 from harness.data.tasks import load_suite
 from harness.data.text import corpus_ids, windows_of
@@ -31,13 +31,11 @@ from harness.errors import UserError
 from harness.files import write_atomic
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.model.resources import Resources
 from harness.model.shape import read_yaml
 from harness.replay.setup import prepare
 from harness.results.inputs import code_digest
 from harness.results.metrics import CLAIM, LABEL
-from harness.results.sheet import Sheet, markdown, wrapped
-from harness.run.compose import load
+from harness.results.sheet import Sheet, markdown
 from harness.scoring.evaluation import prefill_of, run_task, running_lm_eval
 from harness.scoring.lm import ReplayLM
 from harness.scoring.perplexity import run_perplexity
@@ -45,18 +43,11 @@ from harness.settings.config import RunConfig
 from harness.settings.paths import COMMAND
 from methods.codecs.integers import IntegerCodec
 
-LOOKED_AT = dict(read_yaml(Path(__file__).with_name("trust.yaml")))
+LOOKED_AT = dict(read_yaml(Path(__file__).with_suffix(".yaml")))
 SHARES = (0.05, 0.2)
 PROMPT, STEPS = 256, 7
 EQUAL = 1e-4
 """Largest difference of logits or log-likelihoods that rounding in float32 makes."""
-
-
-class Seen(NamedTuple):
-    """What a check saw. holds: whether that is as it must be."""
-
-    holds: bool
-    words: str
 
 
 class Scored(NamedTuple):
@@ -70,14 +61,15 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is looked at, and the settings of its runs."""
+    """The model that is looked at, and the settings of its runs. load: makes settings of words."""
 
     config: RunConfig
     loaded: LoadedModel
+    load: Callable[[Sequence[str]], RunConfig]
 
     def run(self, *words: str) -> RunConfig:
         """The settings of a run of this model."""
-        return replace(load(words), model=self.config.model, data=self.config.data)
+        return replace(self.load(words), model=self.config.model, data=self.config.data)
 
     @contextmanager
     def trial(self, *words: str) -> Iterator[Trial]:
@@ -120,10 +112,10 @@ class Subject:
         return Scored(ids, *here), Scored(own_ids, *there)
 
 
-# The checks
+# The checks: each returns a line that says what it saw, or raises BrokenError with it
 
 
-def one_start_token(subject: Subject) -> Seen:
+def one_start_token(subject: Subject) -> str:
     """Each prompt begins with as many start tokens as lm-eval's own model gives it, at most one."""
     start = getattr(subject.loaded.tokenizer, "bos_token_id", None)
     ours, theirs = subject.scored
@@ -131,10 +123,10 @@ def one_start_token(subject: Subject) -> Seen:
     same = ours.ids == theirs.ids
     listed = ", ".join(map(str, sorted(counts)))
     words = f"{len(ours.ids)} contexts with choices, token ids {_equal(same)} HFLM's"
-    return Seen(same and max(counts) <= 1, f"{words}; start tokens: {listed}")
+    return _seen(same and max(counts) <= 1, f"{words}; start tokens: {listed}")
 
 
-def the_answer_begins_as_the_task_says(subject: Subject) -> Seen:
+def the_answer_begins_as_the_task_says(subject: Subject) -> str:
     """The prompt of a task of RULER ends with the words that begin its answer."""
     tasks, length = ",".join(LOOKED_AT["prefixed"]), LOOKED_AT["prompt"]
     words = ("experiment=tasks", f"tasks=[{tasks}]", "num_samples=1", "method=full")
@@ -143,19 +135,18 @@ def the_answer_begins_as_the_task_says(subject: Subject) -> Seen:
     assert tokenizer is not None, "tasks have read text by it"
     ends = []
     for name, task in suite.tasks.items():
-        lm = ReplayLM(
-            config, subject.loaded, name, prefill_of(name, config, writes=True, task=task)
-        )
+        prefill = prefill_of(name, config, writes=True, task=task)
+        lm = ReplayLM(config, subject.loaded, name, prefill)
         task.set_config("generation_kwargs", {"max_gen_toks": 1}, update=True)  # none is looked at
         run_task(task, lm)
         [document] = list(task.eval_docs)[:1]
         [request] = lm.requests
         prompt = tokenizer.decode(request.ids[: request.context_len])
         ends.append(prompt.rstrip().endswith(document["gen_prefix"].rstrip()))
-    return Seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER ({length:,} tokens)")
+    return _seen(all(ends), f"{sum(ends)} of {len(ends)} tasks of RULER ({length:,} tokens)")
 
 
-def the_budget_bites(subject: Subject) -> Seen:
+def the_budget_bites(subject: Subject) -> str:
     """A method reads what was asked for, less than the prompt has; with less it is farther off."""
     holds, seen = True, []
     for method in LOOKED_AT["budgets"]:
@@ -171,10 +162,10 @@ def the_budget_bites(subject: Subject) -> Seen:
         holds &= divergences[0] > divergences[1] > 0
         seen.append(f"{method} {divergences[0]:.3f} and {divergences[1]:.3f}")
     shares = " and ".join(f"{100 * share:.0f} %" for share in SHARES)
-    return Seen(holds, f"KL at {shares} of {LOOKED_AT['window']:,} tokens: {', '.join(seen)}")
+    return _seen(holds, f"KL at {shares} of {LOOKED_AT['window']:,} tokens: {', '.join(seen)}")
 
 
-def generated_tokens_are_quantized(subject: Subject) -> Seen:
+def generated_tokens_are_quantized(subject: Subject) -> str:
     """In the first layer, whose input no codec changes, keys of decode steps are codes."""
     stored = []
     codec = IntegerCodec("int4")
@@ -190,27 +181,26 @@ def generated_tokens_are_quantized(subject: Subject) -> Seen:
     keys, coded = stored
     words = f"{keys.shape[2]} tokens after the prompt under INT4"
     if coded.shape != keys.shape:
-        return Seen(False, f"{words}: {coded.shape[2]} of them are codes")
+        return _seen(False, f"{words}: {coded.shape[2]} of them are codes")
     expected = codec.roundtrip(keys)
     error = float((coded - keys).norm() / keys.norm())
     same = torch.allclose(coded, expected, rtol=1e-3, atol=1e-3 * float(keys.abs().max()))
     words += f": {_equal(same)} their codes"
-    return Seen(same and error > 0, f"{words}, {100 * error:.1f} % from exact")
+    return _seen(same and error > 0, f"{words}, {100 * error:.1f} % from exact")
 
 
-def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
+def the_full_cache_is_the_models_own(subject: Subject) -> str:
     """Perplexity by the model's own forward; log-likelihoods and answers by lm-eval's HFLM."""
     loaded, (ours, theirs) = subject.loaded, subject.scored
     lengths = (f"seq_len={PROMPT + STEPS + 1}", f"prefill_len={PROMPT // 2}")
     config = subject.run("experiment=perplexity", "method=full", "num_windows=1", *lengths)
     [window] = windows_of(config, loaded.reader, config.seq_len)
     ids = torch.tensor([window.ids], device=loaded.model.device)
+    labels = ids.clone()
+    labels[:, : config.prefill_len + 1] = -100  # the first that a decode row predicts comes behind
     with torch.inference_mode():
-        log_probs = loaded.model(ids).logits.float().log_softmax(-1)
-    targets = ids[:, 1:, None]
-    nll = -log_probs[:, :-1].gather(-1, targets)[0, config.prefill_len :, 0]
+        perplexity = float(loaded.model(ids, labels=labels).loss.exp())
     [metrics] = run_perplexity(config, loaded).metrics.values()
-    perplexity = float(nll.double().mean().exp())
     off = abs(metrics["perplexity"] / perplexity - 1)
     scores, own_scores = torch.tensor([ours.scores, theirs.scores], dtype=torch.float64)
     apart = largest_difference(scores, own_scores)
@@ -219,23 +209,21 @@ def the_full_cache_is_the_models_own(subject: Subject) -> Seen:
         f"perplexity {metrics['perplexity']:.3f}, by transformers {perplexity:.3f}; {len(scores)} "
         f"log-likelihoods within {apart:.0e} of HFLM's, the same answers right"
     )
-    return Seen(holds, words)
+    return _seen(holds, words)
 
 
-def live_is_replay(subject: Subject) -> Seen:
+def live_is_replay(subject: Subject) -> str:
     """Decode steps, which are timed, and replay, which is scored, give equal logits."""
-    apart = {}
     for method in LOOKED_AT["live"]:
         with subject.trial(f"method={method}") as trial:
-            logits = trial.replayed.logits
-            difference = largest_difference(trial.on_device.logits, logits)
-        apart[method] = difference / float(logits.abs().max())
-    worst = max(apart, key=lambda method: (math.isnan(apart[method]), apart[method]))
-    words = f"{STEPS} steps of {', '.join(apart)}: logits within {apart[worst]:.0e} ({worst})"
-    return Seen(apart[worst] < EQUAL, words)
+            try:
+                contract.live_is_replay(trial)
+            except BrokenError as error:
+                raise BrokenError(f"{method}: {error}") from error
+    return f"{STEPS} steps of {', '.join(LOOKED_AT['live'])}, with their logits and shares"
 
 
-CHECKS: dict[str, Callable[[Subject], Seen]] = {
+CHECKS: dict[str, Callable[[Subject], str]] = {
     "one start token": one_start_token,
     "the answer begins as the task says": the_answer_begins_as_the_task_says,
     "the budget bites": the_budget_bites,
@@ -245,40 +233,46 @@ CHECKS: dict[str, Callable[[Subject], Seen]] = {
 }
 
 
+def _seen(holds: bool, words: str) -> str:
+    if not holds:
+        raise BrokenError(words)
+    return words
+
+
 def _equal(same: bool) -> str:
     return "equal to" if same else "unlike"
 
 
-def run_trust(config: RunConfig, resources: Resources) -> None:
+def run_trust(
+    config: RunConfig, loaded: LoadedModel, load: Callable[[Sequence[str]], RunConfig]
+) -> None:
     """Make every check, print it, and write `trust.md` of the results folder.
 
-    Raises UserError where one does not hold, and for a model that is not in float32.
+    Raises UserError where one fails, and for a model that is not in float32.
     """
-    subject = Subject(config, resources.model(config.model))
-    dtype = str(subject.loaded.model.dtype).removeprefix("torch.")
+    subject = Subject(config, loaded, load)
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
     if dtype != "float32":
         raise UserError(
             f"thorough=true: model.dtype={dtype}: its rounding is larger than the differences "
             "that are looked for; allowed: float32"
         )
-    lines = []
+    lines, failed = [], []
     for name, check in CHECKS.items():
-        print(f"{name} ...", file=sys.stderr, flush=True)
         try:
-            seen = check(subject)
-        except UserError as error:
-            seen = Seen(False, str(error))
-        verdict = "holds" if seen.holds else "FAILS"
-        lines.append([name, verdict, seen.words])
-        print(wrapped(f"{name}: {verdict}; {seen.words}"), flush=True)
-    header = [LABEL.heading, "verdict", CLAIM.heading]
-    sheet = Sheet("Checks", pd.DataFrame(lines, columns=header))
+            finding = Finding("ok", check(subject))
+        except (BrokenError, UserError) as error:
+            finding = Finding("FAILED", str(error))
+            failed.append(name)
+        say(loaded.name, name, finding)
+        verdict = "holds" if finding.verdict == "ok" else "FAILS"
+        lines.append([name, verdict, finding.words])
+    sheet = Sheet("Checks", pd.DataFrame(lines, columns=[LABEL.heading, "verdict", CLAIM.heading]))
     path = Path(config.results_dir) / "trust.md"
-    made = f"on {datetime.date.today()}, of {subject.loaded.name} and code {code_digest()[:12]}"
+    made = f"on {datetime.date.today()}, of {loaded.name} and code {code_digest()[:12]}"
     again = f"`{COMMAND} experiment=contract thorough=true` makes them again"
     words = f"Checks that ran {made}. {again}."
     write_atomic(path, markdown("trust", words, [sheet]))
     print(path)
-    failed = [name for name, verdict, _ in lines if verdict != "holds"]
     if failed:
         raise UserError(f"thorough=true: {', '.join(failed)}: does not hold")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import re
 from math import nan
 from types import SimpleNamespace
@@ -13,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from harness.checks import trust
+from harness.checks.contract import BrokenError
 from harness.checks.two_ways import Trial
 from harness.errors import UserError
-from harness.model.resources import Resources
 from harness.results.columns import read_frame
-from harness.run import cli, trust
+from harness.run import cli
 from harness.run.compose import load
 from harness.settings.paths import PACKAGES_DIR
 
@@ -32,7 +32,7 @@ def subject(default_model) -> trust.Subject:
     first = AutoModelForCausalLM.from_config(config)
     first.load_state_dict(default_model.model.state_dict(), strict=False)
     loaded = dataclasses.replace(default_model, model=first.eval().requires_grad_(False))
-    return trust.Subject(load(["experiment=contract", "thorough=true"]), loaded)
+    return trust.Subject(load(["experiment=contract", "thorough=true"]), loaded, load)
 
 
 @pytest.fixture
@@ -45,7 +45,9 @@ def few(monkeypatch):
         monkeypatch.setitem(trust.LOOKED_AT, name, value)
 
 
-def test_every_check_holds_and_the_page_says_what_it_saw(subject, few, tmp_path, monkeypatch, capfd):
+def test_every_check_holds_and_the_page_says_what_it_saw(
+    subject, few, one_model_of_the_contract, tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr("harness.model.load.load_model", lambda config: subject.loaded)
     assert cli.main(["experiment=contract", "thorough=true", f"results_dir={tmp_path}"]) == 0
     page = (tmp_path / "trust.md").read_text(encoding="utf-8")
@@ -62,7 +64,8 @@ def test_a_second_start_token_is_seen(subject, few, monkeypatch):
     for added in (1, 2):
         wrong = ours._replace(ids=[[start] * added + ids for ids in ours.ids])
         monkeypatch.setitem(vars(subject), "scored", (wrong, theirs))
-        assert not trust.one_start_token(subject).holds
+        with pytest.raises(BrokenError, match=f"start tokens: {added}"):
+            trust.one_start_token(subject)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,8 @@ def test_a_setting_without_effect_is_seen(check, setting, subject, few, monkeypa
         return run(*(word for word in words if not word.startswith(setting)))
 
     monkeypatch.setattr(trust.Subject, "run", deaf)
-    assert not check(subject).holds
+    with pytest.raises(BrokenError):
+        check(subject)
 
 
 def test_generated_tokens_that_are_not_in_the_store_are_seen(subject, few, monkeypatch):
@@ -87,30 +91,31 @@ def test_generated_tokens_that_are_not_in_the_store_are_seen(subject, few, monke
         return run(*words, *(["residual=64"] if "codec=int4" in words else []))
 
     monkeypatch.setattr(trust.Subject, "run", longer)
-    seen = trust.generated_tokens_are_quantized(subject)
-    assert seen == (False, "7 tokens after the prompt under INT4: 0 of them are codes")
+    with pytest.raises(BrokenError, match="^7 tokens after the prompt under INT4: 0 of them are codes$"):
+        trust.generated_tokens_are_quantized(subject)
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_what_is_no_number_is_seen(number, subject, few, monkeypatch):
     """Logits of one method and a log-likelihood that are NaN, first or later."""
-    force, calls, scores = Trial.force, itertools.count(), [-1.0, -2.0]
-    monkeypatch.setattr(Trial, "force", lambda *args: force(*args) * (nan if next(calls) == number else 1))
-    seen = trust.live_is_replay(subject)
-    assert not seen.holds and "within nan" in seen.words
+    force, scores = Trial.force, [-1.0, -2.0]
+    monkeypatch.setattr(Trial, "force", lambda *args: force(*args) * nan)
+    monkeypatch.setitem(trust.LOOKED_AT, "live", trust.LOOKED_AT["live"][number:])
+    with pytest.raises(BrokenError, match="logits differ by nan"):
+        trust.live_is_replay(subject)
     wrong = [-1.0, -2.0]
     wrong[number] = nan
     of_both = [own._replace(scores=given) for own, given in zip(subject.scored, (wrong, scores), strict=True)]
     monkeypatch.setitem(vars(subject), "scored", of_both)
-    seen = trust.the_full_cache_is_the_models_own(subject)
-    assert not seen.holds and "within nan" in seen.words
+    with pytest.raises(BrokenError, match="within nan"):
+        trust.the_full_cache_is_the_models_own(subject)
 
 
 def test_another_dtype_is_refused(subject):
     """Its rounding alone would fail."""
     coarse = dataclasses.replace(subject.loaded, model=SimpleNamespace(dtype=torch.bfloat16))
     with pytest.raises(UserError, match=r"model.dtype=bfloat16: .*; allowed: float32$"):
-        trust.run_trust(subject.config, Resources(coarse))
+        trust.run_trust(subject.config, coarse, load)
 
 
 SHIPPED = PACKAGES_DIR / "results"
