@@ -30,10 +30,11 @@ def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached
     """Run `model` through our attention inside the `with` block, in evaluation mode.
 
     prompts: kept passes of this model, from which runs start. The model is read and checked where
-    it is new or has changed. Raises UserError for a model that is attached already, whose attention
-    is not transformers' attention interface, or which fails a check. At the end the model is as it
-    was.
+    it is new or has changed. Raises UserError for a model that lies on several devices, that is
+    attached already, whose attention is not transformers' attention interface, or which fails a
+    check. At the end the model is as it was.
     """
+    _require_one_device(model)
     with ExitStack() as stack:
         stack.enter_context(_claimed(stack_of(model)))
         stack.enter_context(_evaluating(model))
@@ -42,6 +43,16 @@ def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached
         if not decoder.recurrent:  # such layers would go on from a prompt's states
             attached.prompts = prompts
         yield attached
+
+
+def _require_one_device(model: Any) -> None:
+    """Raise UserError for a model that accelerate has spread over devices, or left on the disk."""
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise UserError(
+            f"the model lies on several devices ({', '.join(devices)}), and a method's cache lies "
+            "on one; load it without device_map, or with device_map='cuda'"
+        )
 
 
 def digest_of(model: Any) -> str:

@@ -254,8 +254,9 @@ def angles(layer: Layer, states: Tensor, positions: Tensor) -> tuple[Tensor, Ten
     makes them; a scale of both, which long-context variants have, is left out."""
     assert layer.positions is not None
     begin = torch.zeros_like(positions[:, :1])
-    from_begin = torch.cat([begin, positions], 1).to(layer.device)
-    made = layer.positions.embeddings(states.to(layer.device).float(), from_begin)
+    device = layer.call.hidden.device
+    from_begin = torch.cat([begin, positions], 1).to(device)
+    made = layer.positions.embeddings(states.to(device).float(), from_begin)
     cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made[:2]
     cos = cos.expand(len(positions), -1, -1).float()
     sin = sin.expand(len(positions), -1, -1).float()
