@@ -89,10 +89,10 @@ def checked_decoder(model: Any) -> Decoder:
     return decoder
 
 
-_claims = threading.Lock()
-_claimed_by: dict[int, int] = {}
-"""Which thread has attached a decoder, by the ids of the decoder and of its configuration, which
-names the attention function."""
+_lock = threading.Lock()
+_attached: set[int] = set()
+"""Ids of the decoders that are attached, and of their configurations, which name the attention
+function."""
 
 
 @contextmanager
@@ -100,24 +100,18 @@ def _claimed(stack: Any) -> Iterator[None]:
     """No other thread, and nothing inside the `with` block, attaches the same decoder. Raises
     UserError if one has."""
     parts = {id(stack), id(stack.config)}
-    this_thread = threading.get_ident()
-    with _claims:
-        threads = {_claimed_by[part] for part in parts if part in _claimed_by}
-        if threads:
-            where = "in this thread" if this_thread in threads else "by another thread"
+    with _lock:
+        if parts & _attached:
             raise UserError(
-                f"the model is attached already {where}: it takes one harness.attach, generate, "
-                "perplexity or tasks at a time; wait until that has ended, or load the model a "
-                "second time"
+                "the model is attached already: it takes one harness.attach, generate, perplexity "
+                "or tasks at a time; wait until that has ended, or load the model a second time"
             )
-        for part in parts:
-            _claimed_by[part] = this_thread
+        _attached.update(parts)
     try:
         yield
     finally:
-        with _claims:
-            for part in parts:
-                del _claimed_by[part]
+        with _lock:
+            _attached.difference_update(parts)
 
 
 @contextmanager

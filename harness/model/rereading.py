@@ -9,8 +9,6 @@ alone. Every layer's prompt is held until then, since a method may share a budge
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -101,31 +99,11 @@ def read_again(
     prompt: PrefilledPrompt,
     passes: Sequence[Pass],
 ) -> None:
-    """Run the `planned` passes after a prompt, and give the state its score of each token.
-
-    Methods that differ in budget or dense layers alone find the same, once for a prompt that runs
-    share. Raises UserError where the method needs an output projection that cannot be read.
-    """
-    if prompt.score is None:
-        score = _score(attached, method, prompt, passes)
-    else:
-        of_all = _of_all_budgets(method)
-        key = repr(of_all)
-        if key not in prompt.score:
-            prompt.score[key] = _score(attached, of_all, prompt, passes)
-        score = {}
-        for number, of_layer in prompt.score[key].items():
-            if number >= method.dense_layers:
-                score[number] = of_layer
+    """Run the `planned` passes after a prompt, and give the state its score of each token. Raises
+    UserError where the method needs an output projection that cannot be read."""
     if state is not None:
+        score = _score(attached, method, prompt, passes)
         state.take_scores(score, PromptRows(prompt.real, prompt.real.shape[1]))
-
-
-def _of_all_budgets(method: Method) -> Method:
-    """What methods that differ in budget or dense layers alone have in common."""
-    with suppress(ValueError):  # it has no budget
-        method = method.with_budget(1.0)
-    return replace(method, dense_layers=0)
 
 
 def _score(

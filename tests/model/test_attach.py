@@ -216,7 +216,7 @@ def test_attaching_leaves_nothing_behind_even_after_an_error(model, monkeypatch)
     monkeypatch.undo()
     run_ragged(model, CASES["infinigen"])
     with attach(model):
-        with pytest.raises(UserError, match=r"attached already in this thread"), attach(model):
+        with pytest.raises(UserError, match=r"attached already: it takes one"), attach(model):
             pytest.fail("refused")
         with pytest.raises(UserError, match=r"the model is attached .* cannot be called by itself"):
             model(torch.tensor([token_ids(12)]))
