@@ -157,8 +157,8 @@ def with_metadata(described: PreTrainedConfig, metadata: Metadata) -> PreTrained
         changes[ORIGINAL] = rope[ORIGINAL]
     changed = type(described)(**(described.to_dict() | changes))
     for key, field in FIELDS.items():
-        is_taken = hasattr(described, field) and getattr(changed, field) == changes.get(field)
-        if field in changes and not is_taken:
+        taken = getattr(changed, field) if hasattr(described, field) else None
+        if field in changes and taken != changes[field]:
             raise metadata.refusal(key, metadata.of_family[key], CANNOT_SAY)
     return changed
 
