@@ -265,16 +265,12 @@ class State:
     slot_tensors: names of attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots,
         ...], with the value of an empty slot. They are copied and counted too, and `fork` makes
         room in them.
-    handed_on: names of attributes, tensors or dicts of them, that the `select` of one layer leaves
-        to later layers. A model over several devices has a state on each; these attributes are
-        handed from device to device.
     selects_without_own: True if `select` needs nothing that `append` keeps of the row's current
     token. Live decoding then appends the current token while the selected rows cross the link.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
     slot_tensors: ClassVar[Mapping[str, float]] = {}
-    handed_on: ClassVar[tuple[str, ...]] = ()
     selects_without_own: ClassVar[bool] = False
 
     def __init__(
@@ -328,13 +324,6 @@ class State:
         by `rows.own_slots`. The size of a block must not change the result.
         """
         raise NotImplementedError
-
-    def take_over(self, earlier: State) -> None:
-        """Copy the `handed_on` attributes from the state of another device."""
-        device = self.lengths.final.device
-        for name in self.handed_on:
-            held = getattr(earlier, name)
-            setattr(self, name, each_tensor(held, lambda tensor: tensor.to(device)))
 
     def take_scores(self, score: Mapping[int, Tensor], rows: PromptRows) -> None:
         """Take what `Method.reread` said of each prompt token, before the `prompt` of any layer.

@@ -72,8 +72,6 @@ class KascadeState(State):
     int [num_kv_heads].
     """
 
-    handed_on = ("chosen",)
-
     def start(self, calibration: Calibration | None) -> None:
         assert calibration is not None, "new_state refuses what is not calibrated"
         self.chosen: dict[int, Tensor] = {}

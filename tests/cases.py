@@ -143,8 +143,6 @@ class Biased(Quest):
 class FollowingState(QuestState):
     """Keeps what was chosen by the slot of the row's own token, until a later row takes it."""
 
-    handed_on = ("chosen",)
-
     def start(self, calibration):
         super().start(calibration)
         self.chosen = {}

@@ -2,7 +2,7 @@
 
     with serving() as hub:
         hub.models["org/tiny"] = Repository({"config.json": b"{}"})
-        hub.disturb(r"GET .*/model.safetensors$", stall)
+        hub.disturb(r"GET .*/model.safetensors$", break_off)
 
 Repositories, branches, gates and faults may be changed while it serves; `requests` says what was asked.
 """
@@ -23,28 +23,17 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 Files = dict[str, bytes]
-MAX_STALL_S = 20.0
-REVISION = r"(refs/\w+/\w+|[^/]+)"
-REPOSITORY = re.compile(
-    rf"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info|discussions)(?:/{REVISION}(/.+)?)?)?"
-)
+REVISION = r"([^/]+)"
+REPOSITORY = re.compile(rf"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)(?:/{REVISION}(/.+)?)?)?")
 FILE = re.compile(rf"/(datasets/)?([^/]+/[^/]+)/resolve/{REVISION}/(.+)")
 
 
 class Repository:
-    """Files by branch. gated: served only with the hub's `token`. Pull request N has the branch `refs/pr/N`."""
+    """Files by branch. gated: served only with the hub's `token`."""
 
     def __init__(self, main: Files) -> None:
         self.branches = {"main": main}
         self.gated = False
-        self.pull_requests: list[dict[str, Any]] = []
-
-    def add_pull_request(self, number: int, title: str, author: str, files: Files) -> None:
-        self.branches[f"refs/pr/{number}"] = files
-        self.pull_requests.append({
-            "title": title, "num": number, "author": {"name": author}, "createdAt": "2023-03-21T09:05:27.000Z",
-            "status": "open", "repo": {"name": "any/name", "type": "model"}, "isPullRequest": True,
-        })  # fmt: skip
 
 
 @dataclass
@@ -57,7 +46,6 @@ class Hub:
     token: str = "hf_granted"
     requests: list[str] = field(default_factory=list)
     faults: list[tuple[str, Iterator[Callable[[Handler], None]]]] = field(default_factory=list)
-    closing: threading.Event = field(default_factory=threading.Event)
 
     def disturb(self, pattern: str, answer: Callable[[Handler], None], times: int = 1000) -> None:
         """Answer the next `times` requests whose "METHOD path" matches `pattern` otherwise."""
@@ -91,18 +79,6 @@ def status(code: int, message: str = "", **headers: str) -> Callable[[Handler], 
     """An error of the hub, in its words."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return lambda handler: handler.reply(code, b"", {"X-Error-Message": message, **named})
-
-
-def stall(handler: Handler) -> None:
-    """Headers, a few bytes, and nothing more until the client hangs up or the hub closes."""
-    handler.reply(200, b"xxx", {"Content-Length": "1000"})
-    hang(handler)
-
-
-def hang(handler: Handler) -> None:
-    """No answer at all."""
-    handler.hub.closing.wait(MAX_STALL_S)
-    handler.close_connection = True
 
 
 def break_off(handler: Handler) -> None:
@@ -165,10 +141,7 @@ class Handler(BaseHTTPRequestHandler):
         if repository is None:
             return
         described: Any
-        if what == "discussions":
-            asked = repository.pull_requests
-            described = {"discussions": asked, "count": len(asked), "start": 0}
-        elif what == "tree":
+        if what == "tree":
             folder = PurePosixPath((below or "")[1:])
             deep = "recursive=true" in urlsplit(self.path).query.lower()
             parents = {path: path.parents if deep else [path.parent] for path in entries(files)}
@@ -214,6 +187,5 @@ def serving() -> Iterator[Hub]:
     try:
         yield hub
     finally:
-        hub.closing.set()
         server.shutdown()
         server.server_close()

@@ -35,7 +35,7 @@ from harness.decode.links import open_link
 from harness.errors import UserError, line_in, reason
 from harness.model.attach import attach
 from harness.model.budgets import code_widths, codec_of_cache, expected_budget
-from harness.model.policies import new_states, policies_of
+from harness.model.policies import new_state, policies_of
 from harness.model.tiny import tiny_ids, tiny_model
 from harness.replay.setup import CheckedCodec, codec_of
 from harness.settings.config import RunConfig
@@ -386,7 +386,7 @@ def _refusal(trial: Trial) -> str | None:
     lengths = Lengths(prompts, prompts + STEPS)
     try:
         policies_of(attached, setup.method, needs_method=False)
-        new_states(attached, setup.method, lengths, setup.calibration)
+        new_state(attached, setup.method, lengths, setup.calibration)
     except ValueError as error:
         return str(error)
     except Exception:

@@ -90,9 +90,9 @@ def setup_of(
 def result_of(session: LiveSession, logits: Tensor) -> Result:
     """Logits and shares of a session that is not yet closed."""
     final, dense_layers = session.batch.lengths.final, session.method.dense_layers
-    share = next(iter(session.shares.values()))
+    share = session.share
     resident = resident_share(
-        session.states, session.codec, final, dense_layers, session.attached.geometry, share.rooms
+        share.state, session.codec, final, dense_layers, session.attached.geometry, share.rooms
     )
     return Result(logits, session.reads.budget, session.reads.device_frac, float(resident.mean()))
 
@@ -225,7 +225,8 @@ class Trial:
         with closing(self.open_live(placement="host", link=self.link)) as session:
 
             def listen_to_all() -> None:
-                for state in session.states:
+                state = session.share.state
+                if state is not None:
                     listen = listening(state.select, isinstance(state, EvictingState))
                     state.select = listen  # type: ignore[method-assign, assignment]
 

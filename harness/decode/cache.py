@@ -241,7 +241,6 @@ class LayerCache:
         has_kernels |= weighs_rest and rows.has_kernels_for_exact(store.device)
         self.attends_by_kernels = hides_scores and has_kernels
         self.following: LayerCache | None = None
-        self.earlier: State | None = None
         self.last_query: Tensor | None = None
 
     @property
@@ -320,7 +319,7 @@ class LayerCache:
             own_slots=self.batch.slots[..., own : own + 1],
             true_scores=true_scores or _no_scores,
         )
-        return select(self.state, self.earlier, self.policy.number, rows)
+        return select(self.state, self.policy.number, rows)
 
     # Fetch
 
@@ -419,11 +418,9 @@ class LayerCache:
         return link.write_back(store, rows, target)
 
 
-def select(state: State, earlier: State | None, number: int, rows: QueryRows) -> Selection:
+def select(state: State, number: int, rows: QueryRows) -> Selection:
     """A method's selection in a layer, checked. Raises UserError for what is wrong in a user's own
-    method. earlier: the state of the layer before, which may lie on another device."""
-    if earlier is not None and earlier is not state:
-        state.take_over(earlier)
+    method."""
     selection = state.select(number, rows)
     check_selection(selection, state, rows)
     return selection

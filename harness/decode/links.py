@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -220,15 +220,6 @@ def _tensors_of(request: SlotRequest) -> list[Tensor]:
     if not isinstance(request, Chosen):
         return []
     return [part for part in request if isinstance(part, Tensor)]
-
-
-Links = Link | Mapping[torch.device, Link]
-"""One link for all devices, or one for each."""
-
-
-def link_of(links: Links, device: torch.device) -> Link:
-    """The link of a device."""
-    return links[device] if isinstance(links, Mapping) else links
 
 
 def open_link(

@@ -75,15 +75,8 @@ class RowReads:
             self.index_read[:, rows] += self.sum(sides)
 
     def sum(self, layers: Sequence[Tensor]) -> Tensor:
-        """Sum over layers, fp64, one launch for all of a device."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for layer in layers:
-            by_device.setdefault(layer.device, []).append(layer)
-        sums = []
-        for on_device in by_device.values():
-            total = torch.stack(on_device).sum(0, dtype=torch.float64)
-            sums.append(total.to(self.cached.device))
-        return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+        """Sum over layers, fp64, in one launch."""
+        return torch.stack(list(layers)).sum(0, dtype=torch.float64)
 
     @property
     def whole(self) -> Tensor:
@@ -125,7 +118,7 @@ class StepReads:
         self.token_bytes = self.geometry.elements * attached.dtype.itemsize  # exact, of a KV head
         self.slot_bytes: dict[int, int] = {}
         self.rows = 0
-        sums = torch.zeros(6, dtype=torch.float64, device=attached.devices[0])
+        sums = torch.zeros(6, dtype=torch.float64, device=attached.device)
         self.frac_sum, self.index_sum, self.num_bytes, *of_tokens = sums
         self.tokens_read, self.gpu_cache_tokens_read, self.evicted_sum = of_tokens
 

@@ -21,7 +21,7 @@ from harness.decode import memory
 from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
 from harness.decode.disk import BLOCK_BYTES, DiskFile
 from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
-from harness.decode.links import DiskLink, Link, Links, LinkUse, link_of
+from harness.decode.links import DiskLink, Link, LinkUse
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
 from harness.decode.needs import Plan, sizes_of
 from harness.decode.reads import StepReads
@@ -30,18 +30,17 @@ from harness.decode.share import DeviceShare, RowCount, TokenBatch, Traffic
 from harness.decode.step import DecodeStep
 from harness.decode.store import KVStore, indices
 from harness.decode.timeline import StepClock, Timeline
-from harness.errors import UserError
 from harness.model.attached import Attached
 from harness.model.attention import ROW_BACKENDS
 from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
 from harness.model.passes import launching_on, require_codable
-from harness.model.policies import Policy, new_states
+from harness.model.policies import Policy, new_state
 from harness.model.prompts import PASS_TOKENS, prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
-from methods.base import Calibration, Method, State
+from methods.base import Calibration, Method
 from methods.codecs.split import CacheCodec, SplitCodec
 
 
@@ -50,19 +49,19 @@ class LiveSession:
 
     max_new_tokens: generated tokens, so that T = real prompt tokens + max_new_tokens. codec: of the
     cached rows in the layers under the method; None stores them as they are. placement: where the
-    cache lies. link: moves the rows of host memory or a disk; one for all devices of a model, or
-    one for each. gpu_cache: rows of the GPU cache in each layer and KV head, as a
-    multiple of what a step reads at most; 0, or 1 and more. pinned: host memory is page-locked
-    under CUDA, so that transfers can overlap. slabs: page-locked memory by device, for sessions one
-    after another, as locking takes seconds: a session takes the slab that it finds and leaves its
-    own, and the caller closes them. timeline: marks the segments of each step. Raises ValueError
-    for combinations without meaning.
+    cache lies. link: moves the rows of host memory or a disk. gpu_cache: rows of the GPU cache in
+    each layer and KV head, as a multiple of what a step reads at most; 0, or 1 and more. pinned:
+    host memory is page-locked under CUDA, so that transfers can overlap. slabs: page-locked memory
+    by device, for sessions one after another, as locking takes seconds: a session takes the slab
+    that it finds and leaves its own, and the caller closes them. timeline: marks the segments of
+    each step. Raises ValueError for combinations without meaning.
 
-    Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
-    every token; parts: the layers that request a part of the dense layers' rows. reads: what the
-    steps read on the device. traffic: what crossed the links. bytes_needed: memory that was asked
-    for; activations: the part of it that a pass takes.
-    link_uses: how busy each link was, from the end of the prompt to that of the last step.
+    Set by the prompt: share: what its layers share. caches: of each attention layer; stores: of
+    those that see every token; parts: the layers that request a part of the dense layers' rows.
+    reads: what the steps read on the device. traffic: what crossed the link. bytes_needed: memory
+    that was asked for; activations: the part of it that a pass takes.
+    link_uses: how busy the link was, if there is one, from the end of the prompt to that of the
+    last step.
     clock: when the prompt and each step ended. is_fork: see `fork`.
     """
 
@@ -74,7 +73,7 @@ class LiveSession:
         max_new_tokens: int,
         codec: CacheCodec | None = None,
         placement: Placement = "device",
-        link: Links | None = None,
+        link: Link | None = None,
         calibration: Calibration | None = None,
         gpu_cache: float = 0,
         pinned: bool = True,
@@ -84,10 +83,6 @@ class LiveSession:
         check_combination(method, placement, gpu_cache)
         crosses = placement in BEHIND_LINK
         assert link is not None or not crosses, "rows behind a link need it"
-        if placement == "managed" and len(attached.devices) > 1:
-            raise UserError(
-                "placement=managed: the model lies on several devices; allowed there: device, host"
-            )
         self.attached = attached
         self.method = method
         self.placement: Placement = placement
@@ -106,8 +101,8 @@ class LiveSession:
         self.leaves_slabs = slabs is not None
         self.slabs = {} if slabs is None else slabs
         self.timeline = timeline or Timeline(attached.device)
-        self.shares: dict[torch.device, DeviceShare] = {}
-        self.traffic = Traffic(attached.device)
+        self._share: DeviceShare | None = None
+        self.traffic = Traffic()
         self.caches: list[LayerCache | LocalCache] = []
         self.stores: list[KVStore] = []
         self.parts: dict[LayerCache, AheadPart] = {}
@@ -131,9 +126,8 @@ class LiveSession:
         self.clock.begin_prompt()
         needed = held_bytes if self.method.rereads_prompt else prompt_bytes
         self._open(real, ids.numel(), needed(self.attached, ids.numel()))
-        hidden = run_prompts(
-            self.attached, self.method, self.states, ids, real, self._keep_prompt, self.model_cache
-        )
+        state, keep = self.share.state, self._keep_prompt
+        hidden = run_prompts(self.attached, self.method, state, ids, real, keep, self.model_cache)
         logits = self.attached.logits(hidden[:, -1])
         self._count_from_here()
         return logits
@@ -152,7 +146,7 @@ class LiveSession:
             passes = planned(self.attached, self.method, prompt.ids, prompt.real)
             longest = max((reread.ids.numel() for reread in passes), default=0)
             self._open(prompt.real, pass_tokens, prompt_bytes(self.attached, longest))
-            read_again(self.attached, self.method, self.states, prompt, passes)
+            read_again(self.attached, self.method, self.share.state, prompt, passes)
         else:
             self._open(prompt.real, pass_tokens, prompt_bytes(self.attached, pass_tokens))
         prompt.hand_to(self._keep_prompt)
@@ -169,14 +163,13 @@ class LiveSession:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: all of them have been decoded")
         is_last = self.steps + 2 >= self.max_new_tokens
         step = DecodeStep(self.caches, self.parts, self.timeline, is_last=is_last)
-        step.begin()
         positions = self.batch.positions
-        with sdpa_kernel(ROW_BACKENDS):
+        with launching_on(self.attached.device), sdpa_kernel(ROW_BACKENDS):
+            step.begin()
             hidden = self.attached.forward(ids[:, None], positions[:, None], step, self.model_cache)
         self.timeline.switch("other")
         self.reads.count(positions[:, None], step.reads)
-        for share in self.shares.values():
-            share.batch.advance()
+        self.batch.advance()
         logits = self.attached.logits(hidden[:, -1])
         self.clock.mark()
         for use in self.link_uses:
@@ -203,22 +196,20 @@ class LiveSession:
             use.close()
         child = copy(self)
         child.is_fork = True
-        child.traffic = Traffic(self.attached.device)
+        child.traffic = Traffic()
         # What both have. All else that hangs on the caches is copied.
         shared: list[Any] = [self.method, *self.policies, *self.links]
         for store in self.stores:
             shared += [store, store.codec]
-        for share in self.shares.values():
-            shared += [*share.buffers, share.home]
+        shared += [*self.share.buffers, self.share.home]
         for cache in self.caches:
             if isinstance(cache, ValuesCache):
                 shared += [cache.keys, cache.values]
         memo = {id(part): part for part in shared}
         memo[id(self.traffic)] = child.traffic
-        for share in self.shares.values():
-            memo[id(share.state)] = share.forked_state()
-        of_layers = self.shares, self.caches, self.parts
-        child.shares, child.caches, child.parts = deepcopy(of_layers, memo)
+        memo[id(self.share.state)] = self.share.forked_state()
+        of_layers = self.share, self.caches, self.parts
+        child._share, child.caches, child.parts = deepcopy(of_layers, memo)
         child.model_cache = self.model_cache.fork(torch.arange(len(self.batch.prompts)))
         child.reads = StepReads(self.attached, self.method, self.codec)
         child.reads.slot_bytes = self.reads.slot_bytes
@@ -248,10 +239,15 @@ class LiveSession:
             use.begin()
 
     @property
+    def share(self) -> DeviceShare:
+        """What the layers share, from the prompt on."""
+        assert self._share is not None, "a prompt comes first"
+        return self._share
+
+    @property
     def batch(self) -> TokenBatch:
-        """How far the session has come, and the tokens of its columns, on the first layer's
-        device."""
-        return next(iter(self.shares.values())).batch
+        """How far the session has come, and the tokens of its columns."""
+        return self.share.batch
 
     @property
     def steps(self) -> int:
@@ -260,25 +256,16 @@ class LiveSession:
 
     @property
     def links(self) -> list[Link]:
-        """The links in use, each once."""
-        links: list[Link] = []
-        for share in self.shares.values():
-            if share.link is not None and share.link not in links:
-                links.append(share.link)
-        return links
+        """The link; none where the cache lies on the device."""
+        return [] if self.link is None else [self.link]
 
     # What it holds, and what its decode steps have moved and read, in bytes and rows
 
     @property
-    def states(self) -> list[State]:
-        """The method's states, one on each device; none where it reads everything."""
-        return [share.state for share in self.shares.values() if share.state is not None]
-
-    @property
     def disk_bytes(self) -> int:
-        """Bytes of the files that hold the cache."""
-        homes = [share.home for share in self.shares.values()]
-        return sum(home.nbytes for home in homes if isinstance(home, DiskFile))
+        """Bytes of the file that holds the cache."""
+        home = self.share.home
+        return home.nbytes if isinstance(home, DiskFile) else 0
 
     @property
     def rows_read(self) -> float | Tensor:
@@ -297,16 +284,15 @@ class LiveSession:
     def device_bytes(self) -> int:
         """Bytes that cache and method keep on the device: stores (none under managed placement,
         whose pages come and go), the GPU cache, windows, recurrent states, fetch buffers,
-        and the method's states with their calibration."""
+        and the method's state with its calibration."""
         total = self.model_cache.nbytes
         if self.placement == "device":
             total += sum(store.nbytes for store in self.stores)
         for cache in self.caches:
             total += cache.device_bytes
-        for share in self.shares.values():
-            total += sum(buffer.nbytes for buffer in share.buffers)
-        for state in self.states:
-            total += memory.tensor_bytes(vars(state))
+        total += sum(buffer.nbytes for buffer in self.share.buffers)
+        if self.share.state is not None:
+            total += memory.tensor_bytes(vars(self.share.state))
         return total
 
     @property
@@ -320,8 +306,8 @@ class LiveSession:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are page-locked for this session."""
-        homes = [share.home for share in self.shares.values()]
-        return sum(home.nbytes for home in homes if isinstance(home, PinnedSlab))
+        home = self.share.home
+        return home.nbytes if isinstance(home, PinnedSlab) else 0
 
     # Open and close
 
@@ -336,9 +322,8 @@ class LiveSession:
         self.bytes_needed = self.bytes_needed.plus(SessionBytes(0, kept))
         most = max(self.device_bytes + self.activations, self.bytes_needed.device)
         memory.require_emulated(most, self.attached.device)
-        self.traffic.written = RowCount(self.attached.device)
-        for share in self.shares.values():
-            share.under_way.clear()
+        self.traffic.written = RowCount()
+        self.share.under_way.clear()
         for use in self.link_uses:
             use.begin()
 
@@ -360,20 +345,21 @@ class LiveSession:
 
     def _free(self) -> None:
         """Give memory and files back. Those of a fork are of the session that it comes from."""
-        if not self.is_fork:
-            self._prompt_rows = {}
-            for store in self.stores:
-                store.free()
-            for device, share in self.shares.items():
-                share.buffers, share.free = [], []
-                if share.home is None:
-                    continue
-                with launching_on(device):
-                    if self.leaves_slabs and isinstance(share.home, PinnedSlab):
-                        share.home.empty()
-                        share.home = None
-                    else:
-                        share.home.close()
+        share = self._share
+        if self.is_fork or share is None:
+            return
+        self._prompt_rows = {}
+        for store in self.stores:
+            store.free()
+        share.buffers, share.free = [], []
+        if share.home is None:
+            return
+        with launching_on(self.attached.device):
+            if self.leaves_slabs and isinstance(share.home, PinnedSlab):
+                share.home.empty()
+                share.home = None
+            else:
+                share.home.close()
 
     def _open(self, real: Tensor, pass_tokens: int, activations: int) -> None:
         """Make what decoding needs, after asking whether it fits. pass_tokens: tokens of the
@@ -383,64 +369,50 @@ class LiveSession:
         self.activations = activations
         attached.require_length(real.shape[1] + self.max_new_tokens)
         attached.require_even(real)
-        batches: dict[torch.device, TokenBatch] = {}
-        for device in attached.devices:
-            batches[device] = TokenBatch(real.to(device), self.max_new_tokens)
-        first = batches[attached.devices[0]]
-        rooms = self.plan.rooms(first.counts)
-        states = new_states(attached, method, first.lengths, self.plan.calibration)
-        caches: dict[int, LayerCache | LocalCache] = {}
-        for device, batch in batches.items():
-            link = None if self.link is None else link_of(self.link, device)
-            state = states.get(device)
-            share = DeviceShare(device, batch, self.traffic, link, rooms, state)
-            self.shares[device] = share
-            with launching_on(device):
-                caches |= self._open_share(share, pass_tokens)
+        batch = TokenBatch(real, self.max_new_tokens)
+        rooms = self.plan.rooms(batch.counts)
+        state = new_state(attached, method, batch.lengths, self.plan.calibration)
+        self._share = DeviceShare(attached.device, batch, self.traffic, self.link, rooms, state)
+        with launching_on(attached.device):
+            self.caches = self._open_caches(self.share, pass_tokens)
         for link in self.links:
             self.link_uses.append(link.open_use())
-        self.caches = [caches[layer] for layer in sorted(caches)]
         fetching = [cache for cache in self.caches if isinstance(cache, LayerCache)]
         self.stores = [cache.store for cache in fetching]
         for cache, following in pairwise(fetching):
             cache.following = following
-            following.earlier = cache.state
         for cache in fetching:
             if cache.policy.kind == "method":
                 self.reads.slot_bytes[cache.policy.number] = cache.store.slot_bytes
 
-    def _open_share(
-        self, share: DeviceShare, pass_tokens: int
-    ) -> dict[int, LayerCache | LocalCache]:
-        """Open the caches of the layers on one device, by layer. Raises UserError where they do not
-        fit into memory."""
+    def _open_caches(self, share: DeviceShare, pass_tokens: int) -> list[LayerCache | LocalCache]:
+        """Open the caches of the layers. Raises UserError where they do not fit into memory."""
         plan, lengths, device = self.plan, share.batch.counts, share.device
         tuning = DEFAULT_TUNING if share.link is None else share.link.tuning
-        shapes = enumerate(self.attached.layers)
-        layers = [layer for layer, shape in shapes if shape.device == device]
+        layers = range(len(self.attached.layers))
         stores = plan.stores(lengths, layers, device, tuning)
         needs = plan.device_needs(layers, stores, lengths, share.rooms, pass_tokens)
         self._allocate(share, stores, needs._replace(workspace=self.activations).asked)
         if needs.shared is not None:
             for _ in range(2):
                 share.free.append(share.new_buffer(*needs.shared))
-        caches: dict[int, LayerCache | LocalCache] = {}
+        caches: list[LayerCache | LocalCache] = []
         ahead: list[AheadFetcher] = []
         others: list[LayerCache] = []
         for layer in layers:
             policy = plan.policies[layer]
             if layer not in stores:
-                caches[layer] = LocalCache(policy, share.batch)
+                caches.append(LocalCache(policy, share.batch))
                 continue
             store = stores[layer]
             if layer in needs.ahead:
                 ahead.append(AheadFetcher(share, store))
-                caches[layer] = self._new_cache(policy, ahead[-1])
+                caches.append(self._new_cache(policy, ahead[-1]))
                 continue
             has_gpu_cache = share.rooms is not None and policy.names_rows
             fetcher = (GpuCacheFetcher if has_gpu_cache else Fetcher)(share, store)
             others.append(self._new_cache(policy, fetcher))
-            caches[layer] = others[-1]
+            caches.append(others[-1])
         if ahead:
             for number, cache in enumerate(others):
                 self.parts[cache] = AheadPart(number, len(others), ahead)
@@ -449,7 +421,7 @@ class LiveSession:
     def _allocate(
         self, share: DeviceShare, stores: Mapping[int, KVStore], asked: SessionBytes
     ) -> None:
-        """Ask for the memory of a device's layers, allocate the stores, and compile the kernels of
+        """Ask for the memory of the layers, allocate the stores, and compile the kernels of
         a step."""
         self.bytes_needed = self.bytes_needed.plus(asked)
         memory.require_emulated(self.bytes_needed.device, share.device)
@@ -484,7 +456,7 @@ class LiveSession:
             cache.share.wait_for_room()
             if not cache.store.format.is_exact:
                 require_codable(cache.store.codec, layer, prompt.key, prompt.value)
-        with launching_on(prompt.key.device):
+        with launching_on(prompt.key.device):  # a prompt that is taken over is not in a pass
             cache.keep_prompt(prompt)
 
 

@@ -1,5 +1,5 @@
-"""What the layers on one device share in live decoding: the batch's tokens, the method's state, the
-link and the fetch buffers; and counts of the rows that cross the links."""
+"""What the layers share in live decoding: the batch's tokens, the method's state, the
+link and the fetch buffers; and counts of the rows that cross the link."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BatchLengths(NamedTuple):
 
 
 class TokenBatch:
-    """Tokens and progress of a batch, shared by the layers of one device.
+    """Tokens and progress of a batch, shared by the layers.
 
     real: bool [batch, prompt], padding on the left. tokens: int32 [batch, columns], the position of
     each column's token, `EMPTY` for none. positions: int [batch], cached tokens before this step.
@@ -87,23 +87,19 @@ class TokenBatch:
 
 
 class RowCount:
-    """Rows, and their payload bytes, summed without a sync.
+    """Rows, and their payload bytes, summed without a sync."""
 
-    device: where sums of numbers that lie on devices are.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self._num_rows: dict[int, int | Tensor] = {}
         """By the bytes of a row."""
-        self._counts: dict[tuple[int, torch.device], list[Tensor]] = {}
+        self._counts: dict[int, list[Tensor]] = {}
 
     def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
         """num_rows: under CUDA numbers on the device, to be added up."""
         if isinstance(num_rows, int):
             self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + num_rows
             return
-        counts = self._counts.setdefault((row_bytes, num_rows.device), [])
+        counts = self._counts.setdefault(row_bytes, [])
         counts.append(num_rows)
         if len(counts) == COUNTS_AT_ONCE:
             self._sum()
@@ -121,14 +117,14 @@ class RowCount:
         return sum(num_rows * row_bytes for row_bytes, num_rows in self._num_rows.items())
 
     def _sum(self) -> None:
-        for (row_bytes, _), counts in self._counts.items():
-            total = torch.cat([count.flatten() for count in counts]).sum().to(self.device)
+        for row_bytes, counts in self._counts.items():
+            total = torch.cat([count.flatten() for count in counts]).sum()
             self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + total
         self._counts.clear()
 
 
 class Traffic:
-    """What crosses a session's links; nothing under managed placement: the driver moves pages.
+    """What crosses a session's link; nothing under managed placement: the driver moves pages.
 
     loaded, written: rows that the decode steps took from a link, unused prefetches included, and
     wrote back, without the prompt's. They are counted in the step that waits for them, so that they
@@ -137,16 +133,16 @@ class Traffic:
     selected them. block_bytes: read from a disk for the rows of `loaded`, in whole blocks.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.loaded = RowCount(device)
-        self.written = RowCount(device)
-        self.late = RowCount(device)
-        self.missed = RowCount(device)
+    def __init__(self) -> None:
+        self.loaded = RowCount()
+        self.written = RowCount()
+        self.late = RowCount()
+        self.missed = RowCount()
         self.block_bytes = 0
 
 
 class DeviceShare:
-    """The share of a live session that lies on one device; its layers share the fields.
+    """What the layers of a live session share.
 
     Set by the session: device; batch; traffic; link, None but where rows lie behind one; rooms: of
     each sequence, the rows of a KV head in the GPU cache of each layer, None: there is none; state:

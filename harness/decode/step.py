@@ -24,7 +24,7 @@ from harness.decode.resident import LocalCache
 from harness.decode.store import KeyValue
 from harness.decode.timeline import Timeline
 from harness.model.attention import heads_last, row_attention, with_rest
-from harness.model.passes import Handler, launching_on
+from harness.model.passes import Handler
 from methods.attention import Softmax
 from methods.base import Rest, Selection
 from methods.codecs.integers import IntegerCodec
@@ -167,21 +167,18 @@ class DecodeStep(Handler):
             self.parts[cache].request(first.slots_in_use(steps_ahead=1))
         is_last_layer = following is None and cache is not first  # an only layer has still to take
         if is_last_layer and not first.names_rows and not first.fetcher.is_ahead:
-            with launching_on(first.share.device):
-                first.request_kept(steps_ahead=1)
+            first.request_kept(steps_ahead=1)
 
     def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
         """Request a layer's rows if they are known before its own query."""
-        device = cache.share.device
-        with launching_on(device):
-            if not cache.names_rows:
-                cache.request_kept()
-            elif cache.policy.when == "previous_step":
-                assert cache.last_query is not None, "a prompt comes first"
-                self._request_selection(cache, cache.last_query)
-            elif cache.policy.when == "earlier_layer":
-                assert query is not None, "an earlier layer has selected"
-                self._request_selection(cache, query.to(device))
+        if not cache.names_rows:
+            cache.request_kept()
+        elif cache.policy.when == "previous_step":
+            assert cache.last_query is not None, "a prompt comes first"
+            self._request_selection(cache, cache.last_query)
+        elif cache.policy.when == "earlier_layer":
+            assert query is not None, "an earlier layer has selected"
+            self._request_selection(cache, query)
 
     # Attend, and write back
 

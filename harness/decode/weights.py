@@ -3,8 +3,8 @@ layer ahead.
 
 Whole matrices are streamed. Biases, norms and the matrix that makes queries stay on the device,
 since a prediction reads the latter while the layer before computes. A layer's matrices lie side by
-side in host memory and cross in one piece into one of two buffers of their device, which take
-turns: one for the layer that computes, one for the next.
+side in host memory and cross in one piece into one of two buffers on the device, which take turns:
+one for the layer that computes, one for the next.
 
     with streamed_weights(attached, link, 0.7) as weights:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harness.decode.links import Links, Ticket, link_of
+from harness.decode.links import Link, Ticket
 from harness.decode.memory import PinnedSlab, aligned, require_memory
 from harness.decode.timeline import Timeline
 from harness.errors import UserError
@@ -32,7 +32,7 @@ from harness.model.passes import launching_on
 @contextmanager
 def streamed_weights(
     attached: Attached,
-    link: Links | None,
+    link: Link | None,
     on_device: float,
     *,
     timeline: Timeline | None = None,
@@ -60,12 +60,11 @@ def streamed_weights(
 
 
 class _Layer(NamedTuple):
-    """The streamed part of a decoder layer. host: its bytes, flat uint8; buffers: both targets;
-    views: each parameter's in either buffer."""
+    """The streamed part of a decoder layer. host: its bytes, flat uint8; views: each parameter's in
+    either buffer."""
 
     parameters: Sequence[nn.Parameter]
     host: Tensor
-    buffers: list[Tensor]
     views: tuple[list[Tensor], list[Tensor]]
 
 
@@ -82,25 +81,22 @@ class StreamedWeights:
     """
 
     def __init__(
-        self, attached: Attached, link: Links, on_device: float, timeline: Timeline, pinned: bool
+        self, attached: Attached, link: Link, on_device: float, timeline: Timeline, pinned: bool
     ) -> None:
         self.attached = attached
         self.timeline = timeline
         self.pinned = pinned and attached.device.type == "cuda"
         self.num_bytes = 0
         self._modules: list[nn.Module] = attached.decoder.blocks
-        self._devices = [next(module.parameters()).device for module in self._modules]
-        self._links = {device: link_of(link, device) for device in self._devices}
+        self._link = link
         self._chosen = self._choose(on_device)
         self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
         self.host_bytes = sum(self._sizes)
         whole = sum(_num_bytes(module.parameters()) for module in self._modules)
         self.on_device = 1 - self.host_bytes / whole
-        self._largest = dict.fromkeys(self._devices, 0)
-        for size, device in zip(self._sizes, self._devices, strict=True):
-            self._largest[device] = max(self._largest[device], size)
-        self.device_bytes = 2 * sum(self._largest.values())
-        self._ahead: dict[torch.device, _Ahead] = {}
+        self.device_bytes = 2 * max(self._sizes)
+        self._buffers: list[Tensor] = []
+        self._ahead: _Ahead | None = None
         self._slab: PinnedSlab | None = None
         self._layers: list[_Layer] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -113,25 +109,22 @@ class StreamedWeights:
         if self.attached.device.type == "cuda":
             what = f"platform.weights_on_device={self.on_device:.2f}: the rest"
             require_memory(self.host_bytes, torch.device("cpu"), what)
-        buffers: dict[torch.device, list[Tensor]] = {}
-        for device, size in self._largest.items():
-            options: dict[str, Any] = {"dtype": torch.uint8, "device": device}
-            buffers[device] = [torch.empty(size, **options), torch.empty(size, **options)]
+        options: dict[str, Any] = {"dtype": torch.uint8, "device": self.attached.device}
+        for _ in range(2):
+            self._buffers.append(torch.empty(max(self._sizes), **options))
         if self.pinned and self.host_bytes:
             self._slab = PinnedSlab(sum(map(aligned, self._sizes)))
-        for chosen, device in zip(self._chosen, self._devices, strict=True):
+        for chosen in self._chosen:
             shape = [_num_bytes(chosen)]
             host = self._slab.take(shape) if self._slab else torch.empty(shape, dtype=torch.uint8)
-            first, second = (_split(buffer, chosen) for buffer in buffers[device])
+            first, second = (_split(buffer, chosen) for buffer in self._buffers)
             for parameter, held, view in zip(chosen, _split(host, chosen), first, strict=True):
                 held.copy_(parameter.data)
                 parameter.data = view
-            self._layers.append(_Layer(chosen, host, buffers[device], (first, second)))
+            self._layers.append(_Layer(chosen, host, (first, second)))
         for index, module in enumerate(self._modules):
             self._hooks.append(module.register_forward_pre_hook(partial(self._layer_begins, index)))
-        self._ahead = {
-            device: self._request(self._devices.index(device), turn=0) for device in self._links
-        }
+        self._ahead = self._request(0, turn=0)
 
     @torch.inference_mode(False)
     def close(self) -> None:
@@ -139,15 +132,14 @@ class StreamedWeights:
         for hook in self._hooks:
             hook.remove()
         try:
-            for link in self._links.values():
-                link.drain()
+            self._link.drain()
         finally:
             while self._layers:
                 layer = self._layers.pop()
-                device = layer.buffers[0].device
                 weights = _split(layer.host, layer.parameters)
                 for parameter, held in zip(layer.parameters, weights, strict=True):
-                    parameter.data = held.to(device, copy=True)
+                    parameter.data = held.to(self.attached.device, copy=True)
+            self._buffers = []
             if self._slab:
                 self._slab.close()
 
@@ -189,13 +181,12 @@ class StreamedWeights:
     def _layer_begins(self, index: int, *_: object) -> None:
         """Request the next layer's weights, then wait for this layer's. The other buffer was the
         previous layer's; the link starts after its work, which is queued by now."""
-        device = self._devices[index]
-        ahead, turn, ticket = self._ahead[device]
+        assert self._ahead is not None, "`open` requests the first layer's"
+        ahead, turn, ticket = self._ahead
         if ahead != index:  # the pass before ended early
             ahead, turn, ticket = self._request(index, 1 - turn)
-        following = (*self._devices[index + 1 :], *self._devices[: index + 1]).index(device)
-        self._ahead[device] = self._request((index + 1 + following) % len(self._layers), 1 - turn)
-        with launching_on(device), self.timeline.within("transfer"):
+        self._ahead = self._request((index + 1) % len(self._layers), 1 - turn)
+        with launching_on(self.attached.device), self.timeline.within("transfer"):
             ticket.wait()
         layer = self._layers[index]
         for parameter, view in zip(layer.parameters, layer.views[turn], strict=True):
@@ -203,8 +194,8 @@ class StreamedWeights:
         self.num_bytes += layer.host.nbytes
 
     def _request(self, index: int, turn: int) -> _Ahead:
-        host, target = self._layers[index].host, self._layers[index].buffers[turn]
-        return index, turn, self._links[self._devices[index]].copy(host, target[: len(host)])
+        host, target = self._layers[index].host, self._buffers[turn]
+        return index, turn, self._link.copy(host, target[: len(host)])
 
 
 def _num_bytes(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> int:

@@ -30,10 +30,11 @@ def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached
     """Run `model` through our attention inside the `with` block, in evaluation mode.
 
     prompts: kept passes of this model, from which runs start. The model is read and checked where
-    it is new or has changed. Raises UserError for a model that is attached already, whose attention
-    is not transformers' attention interface, or which fails a check. At the end the model is as it
-    was.
+    it is new or has changed. Raises UserError for a model that lies on several devices, that is
+    attached already, whose attention is not transformers' attention interface, or which fails a
+    check. At the end the model is as it was.
     """
+    _require_one_device(model)
     with ExitStack() as stack:
         stack.enter_context(_claimed(stack_of(model)))
         stack.enter_context(_evaluating(model))
@@ -42,6 +43,16 @@ def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached
         if not decoder.recurrent:  # such layers would go on from a prompt's states
             attached.prompts = prompts
         yield attached
+
+
+def _require_one_device(model: Any) -> None:
+    """Raise UserError for a model that accelerate has spread over devices, or left on the disk."""
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise UserError(
+            f"the model lies on several devices ({', '.join(devices)}), and a method's cache lies "
+            "on one; load it without device_map, or with device_map='cuda'"
+        )
 
 
 def digest_of(model: Any) -> str:
@@ -78,10 +89,10 @@ def checked_decoder(model: Any) -> Decoder:
     return decoder
 
 
-_claims = threading.Lock()
-_claimed_by: dict[int, int] = {}
-"""Which thread has attached a decoder, by the ids of the decoder and of its configuration, which
-names the attention function."""
+_lock = threading.Lock()
+_attached: set[int] = set()
+"""Ids of the decoders that are attached, and of their configurations, which name the attention
+function."""
 
 
 @contextmanager
@@ -89,24 +100,18 @@ def _claimed(stack: Any) -> Iterator[None]:
     """No other thread, and nothing inside the `with` block, attaches the same decoder. Raises
     UserError if one has."""
     parts = {id(stack), id(stack.config)}
-    this_thread = threading.get_ident()
-    with _claims:
-        threads = {_claimed_by[part] for part in parts if part in _claimed_by}
-        if threads:
-            where = "in this thread" if this_thread in threads else "by another thread"
+    with _lock:
+        if parts & _attached:
             raise UserError(
-                f"the model is attached already {where}: it takes one harness.attach, generate, "
-                "perplexity or tasks at a time; wait until that has ended, or load the model a "
-                "second time"
+                "the model is attached already: it takes one harness.attach, generate, perplexity "
+                "or tasks at a time; wait until that has ended, or load the model a second time"
             )
-        for part in parts:
-            _claimed_by[part] = this_thread
+        _attached.update(parts)
     try:
         yield
     finally:
-        with _claims:
-            for part in parts:
-                del _claimed_by[part]
+        with _lock:
+            _attached.difference_update(parts)
 
 
 @contextmanager

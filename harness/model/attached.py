@@ -7,7 +7,7 @@ the history. The model itself stores no keys and values, and is given explicit p
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -53,8 +53,7 @@ class Attached:
     layers: all attention layers, in order. numbers: by layer, its number among the layers that see
     every token, which is how methods count; None for a local layer. longest: tokens of the longest
     sequence that all layers see whole, where all of them are local; None: any. prompts: kept
-    passes. device: of ids, positions, hidden states and logits. devices: of the layers, each once,
-    in their order.
+    passes. device: where it computes.
     """
 
     def __init__(self, model: Any, decoder: Decoder) -> None:
@@ -63,7 +62,6 @@ class Attached:
         self.prompts: DensePrompts | None = None
         self.layers: list[Layer] = decoder.layers
         self.device: torch.device = model.device
-        self.devices = _devices_of(self.layers)
         self.dtype: torch.dtype = model.dtype
         windows = [layer.window for layer in self.layers if layer.window is not None]
         all_local = len(windows) == len(self.layers)
@@ -124,10 +122,6 @@ class Attached:
             windows=tuple(windows),
         )
 
-    def method_devices(self, dense_layers: int) -> list[torch.device]:
-        """The devices of the layers under a method, each once."""
-        return _devices_of(self._counted[dense_layers:])
-
     def new_cache(self) -> ModelCache:
         """The cache object for one batch, with the states of recurrent layers."""
         return ModelCache(self.decoder.stack.config)
@@ -178,7 +172,7 @@ class Attached:
         self._cache.num_columns += ids.shape[1]
         if ids.shape[1] > 1:
             require_in_range(output.last_hidden_state)
-        return output.last_hidden_state.to(self.device)
+        return output.last_hidden_state
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -196,7 +190,8 @@ class Attached:
         """This thread runs the decoder inside the `with` block."""
         self._thread = threading.get_ident()
         try:
-            yield
+            with launching_on(self.device):
+                yield
         finally:
             self._thread = None
 
@@ -336,27 +331,24 @@ class Attached:
         query = self._as_handled(index, query)
         stored = self._cache.latest
         self._cache.latest = None  # not held beyond the layer
-        with launching_on(query.device):
-            if latent is None:
-                del stored
-                return self._handler.attention(index, query, key, value), None
-            assert stored is not None
-            key = torch.cat(stored, -1)
-            output = self._handler.attention(index, query, key, key[..., : latent.rank])
+        if latent is None:
+            del stored
+            return self._handler.attention(index, query, key, value), None
+        assert stored is not None
+        key = torch.cat(stored, -1)
+        output = self._handler.attention(index, query, key, key[..., : latent.rank])
         return (output.transpose(1, 2) @ latent.to_value).transpose(1, 2), None
 
     def _begins(self, layer: int, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._handler is None:
             return
-        with launching_on(self.layers[layer].device):
-            if self._handler.needs_inputs:
-                self._handler.take_inputs(layer, self._inputs_of(layer, Call(args, kwargs)))
-            self._handler.layer_begins(layer)
+        if self._handler.needs_inputs:
+            self._handler.take_inputs(layer, self._inputs_of(layer, Call(args, kwargs)))
+        self._handler.layer_begins(layer)
 
     def _ends(self, layer: int, *_: Any) -> None:
         if self._handler is not None:
-            with launching_on(self.layers[layer].device):
-                self._handler.layer_ends(layer)
+            self._handler.layer_ends(layer)
 
     def _predict(
         self, layer: int, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -365,8 +357,7 @@ class Attached:
         if self._handler is None or self.numbers[layer] is None:
             return
         if self._handler.predicts(layer):
-            with launching_on(self.layers[layer].device):
-                self._handler.predict(layer, self.early_query(layer, Call(args, kwargs).hidden))
+            self._handler.predict(layer, self.early_query(layer, Call(args, kwargs).hidden))
 
     def _positions_made(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
@@ -379,11 +370,6 @@ class Attached:
         if self._recurrent_rows is None:
             return forward(*args, **kwargs)
         return self._recurrent_rows.run(module, forward, Call(args, kwargs))
-
-
-def _devices_of(layers: Sequence[Layer]) -> list[torch.device]:
-    """The devices of layers, each once, in their order."""
-    return list(dict.fromkeys(layer.device for layer in layers))
 
 
 def _sizes_of(layer: Layer) -> tuple[float, ...]:

@@ -28,13 +28,9 @@ SCORES_PER_CHUNK = 2**23
 """Scores held at once, 32 MiB in fp32: more than a CPU's last-level cache is slower."""
 LEAST_NORM = 1e-12
 """Of an attention output, so that the error of one that is all zeros is a number."""
-READ_AHEAD_BYTES = 5 * 2**18
-"""Rows that `_read_ahead_attention` reads at once: a second-level cache of a server's core."""
 ROW_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """torch's ways to attend in a decode step: all but cuDNN's, which plans anew for each number of
 cached tokens. That took 73 ms of the host in every step of an H100 (benchmarks/NOTES.md)."""
-LINE_BYTES = 64
-"""Bytes of a cache line: reading one number reads all of its line."""
 
 
 def dense_attention(
@@ -90,41 +86,8 @@ def row_attention(
     group, 1, value_dim].
     """
     stacked = query.reshape(*key.shape[:2], -1, query.shape[3])
-    if query.device.type == "cpu" and torch.get_num_threads() == 1:
-        output = _read_ahead_attention(stacked, key, value, scale, mask)
-    else:
-        output = F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
+    output = F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
     return output.unsqueeze(3)
-
-
-def _read_ahead_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
-) -> Tensor:
-    """The same numbers, a few heads at a time, whose rows are read into the cache just before.
-
-    A core prefetches what is read in order. The fused attention reads the keys first, and later the
-    values between them, and waits for memory each time (see "One thread" in benchmarks/NOTES.md).
-    Shapes as in `row_attention`, heads of a group as its rows.
-    """
-    queries, keys, values = (states.flatten(0, 1)[None] for states in (query, key, value))
-    # Elements from a head's first key to its last
-    span = (keys.shape[2] - 1) * keys.stride(2) + keys.shape[3]
-    line = LINE_BYTES // keys.element_size()
-    num_heads = max(1, READ_AHEAD_BYTES // (span * keys.element_size()))
-    if mask is not None:
-        mask = mask.expand(*query.shape[:2], -1, -1).flatten(0, 1)[None]
-    outputs = []
-    for first in range(0, keys.shape[1], num_heads):
-        heads = slice(first, first + num_heads)
-        rows = keys[:, heads]
-        rows.as_strided((rows.shape[1], span // line), (rows.stride(1), line)).sum()
-        visible = None if mask is None else mask[:, heads]
-        outputs.append(
-            F.scaled_dot_product_attention(
-                queries[:, heads], rows, values[:, heads], visible, scale=scale
-            )
-        )
-    return torch.cat(outputs, 1).view(*query.shape[:3], -1)
 
 
 def prompt_attention(
@@ -254,8 +217,9 @@ def angles(layer: Layer, states: Tensor, positions: Tensor) -> tuple[Tensor, Ten
     makes them; a scale of both, which long-context variants have, is left out."""
     assert layer.positions is not None
     begin = torch.zeros_like(positions[:, :1])
-    from_begin = torch.cat([begin, positions], 1).to(layer.device)
-    made = layer.positions.embeddings(states.to(layer.device).float(), from_begin)
+    device = layer.call.hidden.device
+    from_begin = torch.cat([begin, positions], 1).to(device)
+    made = layer.positions.embeddings(states.to(device).float(), from_begin)
     cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made[:2]
     cos = cos.expand(len(positions), -1, -1).float()
     sin = sin.expand(len(positions), -1, -1).float()

@@ -90,7 +90,7 @@ def share_of_cache(cached: Tensor, stored: Tensor, dense_layers: int, num_layers
 
 
 def resident_share(
-    states: Sequence[State],
+    state: State | None,
     codec: CacheCodec | None,
     final: Tensor,
     dense_layers: int,
@@ -100,32 +100,34 @@ def resident_share(
     """Share of the full cache at T that a method and its codec hold resident of each sequence,
     fp64 [batch].
 
-    states: the method's, one on each device; none: it reads all, and its codec may leave the last
-    tokens exact. final: int [batch], T. rooms: of each sequence the fetched rows that a KV head
-    keeps in each layer that names its rows; None: none stay. A state's tensors of a sequence count
-    as they are, in a batch as long as the longest sequence needs them; those of slots count as many
-    slots as tokens are kept, of however many there is room for. A method that selects by the true
-    scores needs every token there.
+    state: the method's; None: it reads all, and its codec may leave the last tokens exact. final:
+    int [batch], T. rooms: of each sequence the fetched rows that a KV head keeps in each layer that
+    names its rows; None: none stay. A state's tensors of a sequence count as they are, in a batch
+    as long as the longest sequence needs them; those of slots count as many slots as tokens are
+    kept, of however many there is room for. A method that selects by the true scores needs every
+    token there.
     """
     final = final.cpu()
-    if states and states[0].method.when == "true_scores":
+    if state is not None and state.method.when == "true_scores":
         return torch.ones(len(final), dtype=torch.float64)
     token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
     layers = range(dense_layers, geometry.num_layers)
     kept = torch.zeros(len(final), dtype=torch.float64)
-    if not states and codec is not None:
-        for layer in layers:
-            exact = final - codec_at(codec, layer).stored(final)
-            kept += token * exact.double()
-    for state in states:
-        kept += _bytes_of_state(state)
-    if states and states[0].method.keeps_keys:
-        method, resident = states[0].method, []
-        for row in _last_rows(states[0]):
+    if state is None:
+        if codec is not None:
+            for layer in layers:
+                exact = final - codec_at(codec, layer).stored(final)
+                kept += token * exact.double()
+        return kept / (token * geometry.num_layers * final.double())
+    method = state.method
+    kept += _bytes_of_state(state)
+    if method.keeps_keys:
+        resident = []
+        for row in _last_rows(state):
             resident.append(sum(method.tokens_resident(row, layer) for layer in layers))
         kept += token * torch.tensor(resident, dtype=torch.float64)
     if rooms is not None:
-        method, widths = states[0].method, code_widths(codec, geometry)
+        widths = code_widths(codec, geometry)
         naming = sum(widths[layer] for layer in layers if method.when_of(layer) in NAMES_ROWS)
         in_rooms = torch.tensor(rooms, dtype=torch.float64)
         kept += token * naming * in_rooms

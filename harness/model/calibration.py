@@ -42,15 +42,14 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
     def measure(layer: int, prompt: LayerPrompt) -> None:
         if attached.numbers[layer] is not None:
             query, key = prompt.query[0], prompt.key[0]
-            earlier = [_on_device(tensors, key.device) for tensors in layers]
-            layers.append(method.calibrate(query, key, attached.geometry, earlier))
+            layers.append(method.calibrate(query, key, attached.geometry, layers))
 
     positions = torch.arange(len(ids), device=attached.device)[None]
     with one_thread():
         attached.forward(tokens, positions, PromptPass(attached, keep=measure))
     measured = {}
     for name in layers[0]:
-        tensor = torch.stack([layer[name].to(attached.device) for layer in layers])
+        tensor = torch.stack([layer[name] for layer in layers]).to(attached.device)
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(
                 f"calibration: {name} of {method.title} is not finite; are the model's weights "
@@ -81,7 +80,3 @@ def cached_calibration(
     with writing_cache(), replacing(path) as scratch:
         save_file(found, scratch)
     return found
-
-
-def _on_device(tensors: Calibration, device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -51,8 +51,7 @@ class PrefilledPrompt:
     """A prompt that has run, from which several methods can start.
 
     ids, real: [batch, prompt]; layers: the attention layers; hidden: final hidden states of the
-    last column [batch, hidden_size]; model_cache: recurrent layers' states. score: what second
-    readings found, by method and layer, for the runs that share the prompt; None where none do.
+    last column [batch, hidden_size]; model_cache: recurrent layers' states.
     """
 
     ids: Tensor
@@ -60,7 +59,6 @@ class PrefilledPrompt:
     layers: list[LayerPrompt]
     hidden: Tensor
     model_cache: ModelCache
-    score: dict[str, dict[int, Tensor]] | None = None
 
     def hand_to(self, keep: Keep) -> None:
         """Give every layer to `keep`."""

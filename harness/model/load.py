@@ -10,7 +10,7 @@ there. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,13 +74,13 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """
     from transformers.utils import logging
 
-    devices, dtype = _placement(config)
+    device, dtype = _placement(config)
     if config.weights == "random":
-        return _of_random_weights(config, devices, dtype)
+        return _of_random_weights(config, device, dtype)
     directory = source.folder(config)
     logging.disable_progress_bar()
     try:
-        model = _pretrained(config, directory, devices, dtype)
+        model = _pretrained(config, directory, device, dtype)
     finally:
         logging.enable_progress_bar()
     tokenizer = _tokenizer(directory, config, _num_embeddings(model))
@@ -89,14 +89,14 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 
 def _of_random_weights(
-    config: ModelConfig, devices: Sequence[torch.device], dtype: torch.dtype
+    config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> LoadedModel:
     """A model that has the shape of `config`, and reads random token ids."""
     described = model_config(config)
     start = described.bos_token_id
     has_start = isinstance(start, int) and 0 <= start < described.vocab_size
     random_ids = RandomIds(described.vocab_size, start if has_start else None)
-    model = _random(config, described, devices[0], dtype).eval().requires_grad_(False)
+    model = _random(config, described, device, dtype).eval().requires_grad_(False)
     return LoadedModel(model, None, config.name, max_length_of(described), random_ids=random_ids)
 
 
@@ -150,28 +150,24 @@ def _mapping(config: ModelConfig) -> dict[str, Any]:
 # Devices
 
 
-def _placement(config: ModelConfig) -> tuple[list[torch.device], torch.dtype]:
-    """The devices that the weights may take, and their dtype."""
+def _placement(config: ModelConfig) -> tuple[torch.device, torch.dtype]:
+    """The device of the weights, and their dtype."""
     import torch
 
     dtype, has_cuda = getattr(torch, config.dtype), torch.cuda.is_available()
-    if config.device in ("cuda", "map") and not has_cuda:
-        raise UserError(
-            f"model.device={config.device}: torch finds no CUDA device here; allowed: auto, cpu"
-        )
+    if config.device == "cuda" and not has_cuda:
+        raise UserError("model.device=cuda: torch finds no CUDA device here; allowed: auto, cpu")
     if config.device == "cpu" or not has_cuda:
-        return [torch.device("cpu")], dtype
-    is_spread = config.device == "map"
-    require_kernels("map" if is_spread else "cuda")
-    found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return found if is_spread else [torch.device("cuda")], dtype
+        return torch.device("cpu"), dtype
+    require_kernels()
+    return torch.device("cuda"), dtype
 
 
-def require_kernels(device: str = "cuda") -> None:
+def require_kernels() -> None:
     """Raise UserError where Triton cannot launch kernels on the GPU. It builds its launcher with a
     C compiler, which a machine that only runs programs may lack, and would say so minutes later."""
     why = "Triton cannot build its launcher, for which it needs a C compiler, Python's headers"
-    with refused(f"model.device={device}: {why} (python3-dev) and libcuda.so; allowed: cpu"):
+    with refused(f"model.device=cuda: {why} (python3-dev) and libcuda.so; allowed: cpu"):
         from triton.runtime import driver
 
         _ = driver.active.utils
@@ -186,9 +182,7 @@ def _random(
     import torch
     from transformers import AutoModelForCausalLM
 
-    if config.device == "map":
-        raise UserError("model.device=map: needs model.weights=pretrained; allowed: auto, cuda")
-    require_room(f"model {config.name}", described, dtype, [device])
+    require_room(f"model {config.name}", described, dtype, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(
@@ -210,7 +204,7 @@ def _attention(described: PreTrainedConfig) -> str:
 
 
 def _pretrained(
-    config: ModelConfig, directory: Path, devices: Sequence[torch.device], dtype: torch.dtype
+    config: ModelConfig, directory: Path, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
@@ -219,7 +213,7 @@ def _pretrained(
     _require_as_described(config, described)
     _require_plain_weights(config.name, mapping)
     source.weight_files(directory)
-    require_room(f"model {config.name}", described, dtype, devices)
+    require_room(f"model {config.name}", described, dtype, device)
     options: dict[str, Any] = {}
     if described.model_type != mapping["model_type"]:  # of several modalities the text decoder
         options = {"config": described, "key_mapping": TEXT_WEIGHTS}
@@ -227,20 +221,13 @@ def _pretrained(
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
-            device_map="auto" if config.device == "map" else devices[0],
+            device_map=device,
             attn_implementation=_attention(described),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             ignore_mismatched_sizes=True,  # reported below, with the missing ones
             output_loading_info=True,
             **options,
-        )
-    left = [name for name, weight in model.named_parameters() if not weight.is_cuda]
-    if config.device == "map" and left:  # every pass would fetch them, unseen by the measurement
-        raise UserError(
-            f"model.device=map: model {config.name} leaves {len(left)} of its weights, such as "
-            f"{left[0]}, in host memory or on disk; choose a smaller model, model.dtype=bfloat16, "
-            "or more CUDA devices"
         )
     mismatched = [name for name, *_ in report["mismatched_keys"]]
     lacking = sorted([*report["missing_keys"], *mismatched])

@@ -61,7 +61,7 @@ class Handler:
 
         query: [batch, heads, rows, head_dim], post-position, before the softmax scale; key, value:
         [batch, num_kv_heads, rows, head_dim or value_dim]. Returns [batch, rows, heads, value_dim].
-        All on the layer's device, which is CUDA's current one.
+        All on the model's device, which is CUDA's current one.
         """
         raise NotImplementedError
 

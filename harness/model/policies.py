@@ -114,36 +114,24 @@ def method_policy(method: Method, number: int, softmax: Softmax, is_first: bool)
     return Policy("method", number, when, softmax, None)
 
 
-def new_states(
+def new_state(
     attached: Attached, method: Method, lengths: Lengths, calibration: Calibration | None
-) -> dict[torch.device, State]:
-    """A method's fresh states for a batch, one on each device that has layers under the method, in
-    their order; none where it reads everything.
+) -> State | None:
+    """A method's fresh state for a batch, of its class `state`; None where it reads everything.
 
-    They are of its class `state`. Raises ValueError where the method cannot work at these lengths
-    or with these attention modules, and UserError for one on several devices that shares selections
-    between layers and does not say what they hand on.
+    Raises ValueError where the method cannot work at these lengths or with these attention modules.
     """
     if method.needs_inputs:
         first = attached.numbers.index(method.dense_layers)
         method.check_inputs(*attached.example(first))
-    states: dict[torch.device, State] = {}
     if method.reads_all:
-        return states
-    for device in attached.method_devices(method.dense_layers):
-        on_device = Lengths(lengths.prompt.to(device), lengths.final.to(device))
-        measured = None
-        if calibration is not None:
-            measured = {name: tensor.to(device) for name, tensor in calibration.items()}
-        states[device] = method.new_state(attached.geometry, on_device, measured)
-    if len(states) > 1 and _shares_selections(method, attached.geometry.num_layers):
-        state = next(iter(states.values()))
-        if not state.handed_on:
-            raise UserError(
-                f"model.device=map: {type(state).__name__} takes selections from earlier layers "
-                "and names none of them in `handed_on`; allowed: auto, cuda"
-            )
-    return states
+        return None
+    device = attached.device
+    on_device = Lengths(lengths.prompt.to(device), lengths.final.to(device))
+    measured = None
+    if calibration is not None:
+        measured = {name: tensor.to(device) for name, tensor in calibration.items()}
+    return method.new_state(attached.geometry, on_device, measured)
 
 
 def loses_tokens(method: Method) -> bool:
@@ -157,11 +145,6 @@ def evicts(method: Method) -> bool:
     """Whether a method evicts tokens and reads all others. A pool, of which a method reads a part,
     is not meant."""
     return method.when == "kept" and loses_tokens(method)
-
-
-def _shares_selections(method: Method, num_layers: int) -> bool:
-    layers = range(method.dense_layers, num_layers)
-    return any(method.when_of(layer) == "earlier_layer" for layer in layers)
 
 
 def check_selection(selection: Selection, state: State, rows: QueryRows) -> None:
@@ -204,7 +187,7 @@ def take_prompt(state: State, layer: int, prompt: LayerPrompt, rows: PromptRows)
     would not copy it, and it would not count as resident."""
     before = _tensors_of(state).keys()
     state.prompt(layer, prompt.query, prompt.key, prompt.value, rows)
-    declared = {*state.sequence_tensors, *state.slot_tensors, *getattr(state, "handed_on", ())}
+    declared = {*state.sequence_tensors, *state.slot_tensors}
     batch, columns = rows.real.shape
     for path, tensor in _tensors_of(state).items():
         is_new = path not in before and path[0].key not in declared

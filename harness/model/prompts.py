@@ -116,7 +116,7 @@ def shared_prompt(
             attached, ids, real, cache, needs_inputs=needs_inputs, put=in_file
         )
         (hidden,) = in_file([hidden])
-        return replace(prompt, hidden=hidden[:, -1], score={}), hidden
+        return replace(prompt, hidden=hidden[:, -1]), hidden
 
     tokens, are_real = ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
     key = tuple(ids.shape), tokens, are_real, needs_inputs

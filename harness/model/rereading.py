@@ -8,9 +8,7 @@ alone. Every layer's prompt is held until then, since a method may share a budge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +29,7 @@ from methods.base import LayerInputs, Method, PromptRows, Repetition, RereadRows
 def run_prompts(
     attached: Attached,
     method: Method,
-    states: Iterable[State],
+    state: State | None,
     ids: Tensor,
     real: Tensor,
     keep: Keep,
@@ -54,7 +52,7 @@ def run_prompts(
     else:
         return dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
     if method.rereads_prompt:
-        read_again(attached, method, states, prompt, passes)
+        read_again(attached, method, state, prompt, passes)
     prompt.hand_to(keep)
     return hidden
 
@@ -97,36 +95,15 @@ def planned(attached: Attached, method: Method, ids: Tensor, real: Tensor) -> li
 def read_again(
     attached: Attached,
     method: Method,
-    states: Iterable[State],
+    state: State | None,
     prompt: PrefilledPrompt,
     passes: Sequence[Pass],
 ) -> None:
-    """Run the `planned` passes after a prompt, and give the states its score of each token.
-
-    Methods that differ in budget or dense layers alone find the same, once for a prompt that runs
-    share. Raises UserError where the method needs an output projection that cannot be read.
-    """
-    if prompt.score is None:
+    """Run the `planned` passes after a prompt, and give the state its score of each token. Raises
+    UserError where the method needs an output projection that cannot be read."""
+    if state is not None:
         score = _score(attached, method, prompt, passes)
-    else:
-        of_all = _of_all_budgets(method)
-        key = repr(of_all)
-        if key not in prompt.score:
-            prompt.score[key] = _score(attached, of_all, prompt, passes)
-        score = {}
-        for number, of_layer in prompt.score[key].items():
-            if number >= method.dense_layers:
-                score[number] = of_layer
-    for state in states:
-        real = prompt.real.to(state.lengths.prompt.device)
-        state.take_scores(score, PromptRows(real, real.shape[1]))
-
-
-def _of_all_budgets(method: Method) -> Method:
-    """What methods that differ in budget or dense layers alone have in common."""
-    with suppress(ValueError):  # it has no budget
-        method = method.with_budget(1.0)
-    return replace(method, dense_layers=0)
+        state.take_scores(score, PromptRows(prompt.real, prompt.real.shape[1]))
 
 
 def _score(
@@ -136,9 +113,8 @@ def _score(
     batch, num_columns = prompt.real.shape
     shape = batch, attached.geometry.num_kv_heads, num_columns
     score = {}
-    for layer, number in zip(attached.layers, attached.numbers, strict=True):
-        if number is not None and number >= method.dense_layers:
-            score[number] = torch.zeros(shape, device=layer.device)
+    for number in range(method.dense_layers, attached.geometry.num_layers):
+        score[number] = torch.zeros(shape, device=attached.device)
     for at, first, ids, positions, repetition in passes:
         own = slice(at, at + 1), slice(None), slice(first, None)
         alone = []

@@ -5,7 +5,7 @@ Importing it loads no model library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -186,17 +186,17 @@ def count_weights(what: str, described: PreTrainedConfig) -> int:
 
 
 def require_room(
-    what: str, described: PreTrainedConfig, dtype: torch.dtype, devices: Sequence[torch.device]
+    what: str, described: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise UserError where the weights do not fit the free memory of all `devices` together."""
+    """Raise UserError where the weights do not fit the free memory of `device`."""
     needed = count_weights(what, described) * dtype.itemsize
-    available = sum(map(available_bytes, devices))
+    available = available_bytes(device)
     if needed <= available:
         return
     word = str(dtype).removeprefix("torch.")
     halved = ", or model.dtype=bfloat16" if word == "float32" and needed <= 2 * available else ""
-    more = "" if devices[0].type == "cuda" else f"; {HOST_HINT}"
+    more = "" if device.type == "cuda" else f"; {HOST_HINT}"
     raise UserError(
-        f"{what} needs {needed / GIB:.1f} GiB of {devices[0].type} memory for its weights in "
+        f"{what} needs {needed / GIB:.1f} GiB of {device.type} memory for its weights in "
         f"{word} and {available / GIB:.1f} GiB are available; choose a smaller model{halved}{more}"
     )

@@ -19,15 +19,18 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError, one_line, reason, refused
 from harness.files import cache_dir, file_sha256
-from harness.model.gguf_config import read_metadata, require_all_weights, with_metadata
-from harness.model.gguf_tokenizer import follow_metadata
-from harness.model.shape import as_config, require_room
+from harness.model.gguf_metadata import (
+    follow_metadata,
+    read_metadata,
+    require_all_weights,
+    with_metadata,
+)
+from harness.model.shape import require_room
 from harness.settings.config import ModelConfig
 
 PACKAGED_NAME = "smollm2-135m"
@@ -46,9 +49,6 @@ TEXT_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 WEIGHT_FILES = "model*.safetensors"
 """As transformers names them; a repository may hold other formats."""
 FOLDERS = "*/*"  # they hold the same model for other programs
-CONVERTED_TITLE = "Adding `safetensors` variant of this model"
-"""Of the pull requests of the hub's conversion bot."""
-CONVERTED_AUTHOR = "SFconvertbot"
 CONVERT = "https://huggingface.co/spaces/safetensors/convert"
 COPY_FORMAT = 3  # raise it when the content of a converted GGUF changes
 
@@ -228,12 +228,10 @@ def _convert(gguf: Path, target: Path) -> None:
     why = "damaged or truncated GGUF, or one that transformers cannot read; fetch the file again"
     with refused(f"{gguf}: {why}"):
         metadata = read_metadata(gguf)
-        described = AutoConfig.from_pretrained(**origin)
-        described = as_config(str(gguf), described.to_dict())
-        described = with_metadata(described, metadata)
+        described = with_metadata(AutoConfig.from_pretrained(**origin), metadata)
         tokenizer = AutoTokenizer.from_pretrained(**origin)
         follow_metadata(tokenizer, metadata)
-        require_room(f"{gguf}, converted", described, torch.float32, [torch.device("cpu")])
+        require_room(f"{gguf}, converted", described, torch.float32, torch.device("cpu"))
         model = AutoModelForCausalLM.from_pretrained(
             **origin, config=described, dtype=torch.float32
         )
@@ -260,37 +258,34 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    wanted, cached = _wanted(with_code), None
-    for path in _revisions(hub_id):
-        with suppress(UserError, LocalEntryNotFoundError):
+    suffixes = (*TEXT_SUFFIXES, ".py") if with_code else TEXT_SUFFIXES
+    patterns = [WEIGHT_FILES, *(f"*{suffix}" for suffix in suffixes)]
+    wanted: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": FOLDERS}
+    with _refusals(hub_id):
+        with suppress(UserError, LocalEntryNotFoundError):  # not there, or not whole
+            path = Path(snapshot_download(hub_id, local_files_only=True, **wanted))
             weight_files(path)
-            # Raises where a file is missing that the hub listed, if its list is cached.
-            snapshot_download(hub_id, revision=path.name, local_files_only=True, **wanted)
             if has_tokenizer(path):
                 return path
-            cached = cached or path
-    try:
-        with _refusals(hub_id):
-            revision = _with_safetensors(hub_id)
-            origin = f"{constants.ENDPOINT}, revision {revision}"
-            print(f"{hub_id}: fetching from {origin}", file=sys.stderr)
-            return Path(snapshot_download(hub_id, revision=revision, **wanted))
-    except UserError:
-        if cached is None:
-            raise
-        return cached
+        print(f"{hub_id}: fetching from {constants.ENDPOINT}", file=sys.stderr)
+        path = Path(snapshot_download(hub_id, **wanted))
+    if not any(path.glob(WEIGHT_FILES)):
+        raise _not_had(
+            hub_id,
+            f"it has no {WEIGHT_FILES}, and pickled weights are not loaded: have the hub convert "
+            f"it at {CONVERT}, or convert a copy that you trust, tokenizer included, with "
+            "from_pretrained and save_pretrained of transformers",
+        )
+    return path
 
 
 def hub_file(hub_id: str, name: str) -> Path:
-    """One file of a repository, from the newest cached folder that has it, else downloaded; raises
-    as `snapshot`."""
-    from huggingface_hub import hf_hub_download
+    """One file of a repository, from the hub's cache, else downloaded; raises as `snapshot`."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    for path in _revisions(hub_id):
-        if (path / name).is_file():
-            return path / name
     with _refusals(hub_id):
-        return Path(hf_hub_download(hub_id, name))
+        cached = try_to_load_from_cache(hub_id, name)
+        return Path(cached if isinstance(cached, str) else hf_hub_download(hub_id, name))
 
 
 def refusal(error: Exception) -> str:
@@ -326,41 +321,4 @@ def _not_had(hub_id: str, why: str) -> UserError:
     return UserError(
         f"model.hub_id={hub_id}: {why}; what remains: model.path=DIR with a local copy, "
         "model=smollm2-135m (no download), and data=local or data=offline for the data"
-    )
-
-
-def _wanted(with_code: bool) -> dict[str, Any]:
-    """The files of a repository that are fetched."""
-    suffixes = (*TEXT_SUFFIXES, ".py") if with_code else TEXT_SUFFIXES
-    patterns = [WEIGHT_FILES, *(f"*{suffix}" for suffix in suffixes)]
-    return {"allow_patterns": patterns, "ignore_patterns": FOLDERS}
-
-
-def _revisions(hub_id: str) -> list[Path]:
-    """The folders of the hub's cache with a revision of the repository, the newest first."""
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "snapshots"
-    return sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-
-
-def _with_safetensors(hub_id: str) -> str | None:
-    """The commit of main, or the conversion bot's where main has only pickled weights."""
-    from huggingface_hub import HfApi, constants
-
-    api = HfApi()
-    main = api.model_info(hub_id, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
-    if any(fnmatch(file.rfilename, WEIGHT_FILES) for file in main.siblings or ()):
-        return main.sha
-    requests = api.get_repo_discussions(
-        hub_id, author=CONVERTED_AUTHOR, discussion_type="pull_request"
-    )
-    for request in requests:
-        if request.title == CONVERTED_TITLE and request.author == CONVERTED_AUTHOR:
-            return api.model_info(hub_id, revision=f"refs/pr/{request.num}").sha
-    raise _not_had(
-        hub_id,
-        f"it has no {WEIGHT_FILES}, and pickled weights are not loaded: convert a copy that you "
-        "trust, tokenizer included, with from_pretrained and save_pretrained of transformers, or "
-        f"have the hub convert it at {CONVERT}",
     )

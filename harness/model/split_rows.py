@@ -103,7 +103,7 @@ class RecurrentRows:
     def _padded(self, *parts: Tensor) -> Tensor:
         """The outputs [1, n, ...] of all sequences as [batch, rows, ...], zeros in the padding."""
         joined = parts[0].new_zeros(*self.real.shape, *parts[0].shape[2:])
-        joined[self.real.to(joined.device)] = torch.cat([part[0] for part in parts])
+        joined[self.real] = torch.cat([part[0] for part in parts])
         return joined
 
 

@@ -80,7 +80,7 @@ class Layer:
     block: the decoder layer around it. window: the tokens that a row sees; None: all earlier ones.
     before: the mixer of the previous block, whose input stands in for this layer's in a prediction;
     None in the first. positions: the source of its position embeddings; None where it gets none.
-    call: its call in the trace. device: where it computes. prescales: the module multiplies its
+    call: its call in the trace. prescales: the module multiplies its
     queries by its own `scaling` and passes a scale of 1; while attached it multiplies by 1, as
     methods get queries before the scale. unused: submodules that the query does not depend on, and
     the size of their output. query_modules: the submodules that it depends on. output_factor: see
@@ -97,7 +97,6 @@ class Layer:
     window: Window | None
     positions: PositionSource | None
     call: Call
-    device: torch.device
     prescales: bool = False
     block: nn.Module = field(default_factory=nn.Identity)
     before: nn.Module | None = None
@@ -135,8 +134,7 @@ class Trace:
         self._cache = ModelCache(stack.config)
         self._running: list[nn.Module] = []
         self._calls: dict[int, Call] = {}
-        """By module. On several devices a block's call has the tensors of which its attention gets
-        copies."""
+        """By module."""
         self._made: dict[int, tuple[PositionSource, Any]] = {}
         self._masks: list[tuple[Tensor, Window | None]] = []
 
@@ -220,14 +218,10 @@ class Trace:
         why = "a layer sees neither all earlier tokens, nor a sliding window, nor a chunk of them"
         raise refusal(self.family, why)
 
-    def _windows_of(self, mask: Any, under_way: list[Call]) -> list[Window | None]:
+    def _windows_of(self, mask: Any) -> list[Window | None]:
         """The windows of the masks that `_mask` made and an attention call received, itself or as
-        a view of it. On another device it received a copy, and the blocks' calls the mask."""
-        candidates = [mask, getattr(mask, "_base", None)]
-        if isinstance(mask, Tensor) and mask.device != self.device:
-            for call in under_way:
-                candidates += [*call.args, *call.kwargs.values()]
-        known = {id(candidate) for candidate in candidates}
+        a view of it."""
+        known = {id(mask), id(getattr(mask, "_base", None))}
         return [window for stand_in, window in self._masks if id(stand_in) in known]
 
     # The attention call
@@ -238,7 +232,7 @@ class Trace:
         """Note a layer at its call of the attention function."""
         mask = args[0] if args else options.get("attention_mask")
         under_way = [self._calls[id(running)] for running in reversed(self._running)]
-        windows = self._windows_of(mask, under_way)
+        windows = self._windows_of(mask)
         unknown = []
         for name, option in options.items():
             if name not in HARMLESS_OPTIONS and option is not None:
@@ -281,7 +275,6 @@ class Trace:
             window=window,
             positions=self._position_source(under_way),
             call=self._calls[id(module)],
-            device=query.device,
             prescales=prescales,
         )
         self.layers.append(layer)

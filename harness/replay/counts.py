@@ -78,7 +78,7 @@ class PassCounts(RowReads):
         geometry = self.geometry
         found = torch.zeros(geometry.num_layers, int(real.sum()), geometry.num_heads)
         for number, errors in self.errors.items():
-            found[number] = errors[real.to(errors.device)].cpu()
+            found[number] = errors[real].cpu()
         return found
 
     def with_link(self, stats: ReadStats, weights: Tensor, policies: Sequence[Policy]) -> ReadStats:

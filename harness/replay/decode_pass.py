@@ -30,7 +30,6 @@ from harness.model.attention import (
 from harness.model.budgets import ReadStats
 from harness.model.passes import Handler
 from harness.replay.counts import PassCounts
-from harness.replay.history import RowsOnDevice
 from methods.attention import hide, log_sum_exp
 from methods.base import EMPTY, QueryRows, Selection, State
 from methods.codecs.split import SplitCodec
@@ -48,8 +47,8 @@ GATHERED_SHARE = 0.6
 class DecodePass(Handler):
     """Teacher-forced rows, each reading what the policy of its layer says, and itself.
 
-    positions, valid: [batch, rows]. counts: what the rows read. predicted: by layer, queries made
-    in the layer before. latest: the state of the last layer that selected.
+    positions, valid: [batch, rows]. tokens: int32 [batch, columns so far], the token of each
+    column. counts: what the rows read. predicted: by layer, queries made in the layer before.
     """
 
     def __init__(self, session: ReplaySession, positions: Tensor, valid: Tensor) -> None:
@@ -60,32 +59,29 @@ class DecodePass(Handler):
         self.positions = positions.int()
         self.start = self.history.length - valid.shape[1]
         self.has_padding = not bool(valid.all())
-        tokens = self.history.tokens[:, : self.history.length]
-        self.is_padded = bool((tokens == EMPTY).any())
+        self.tokens = self.history.tokens[:, : self.history.length]
+        self.is_padded = bool((self.tokens == EMPTY).any())
         self.counts = PassCounts(
             self.positions, session.attached.geometry, session.method, session.codec
         )
         self.predicted: dict[int, Tensor] = {}
-        self._on_device: dict[torch.device, RowsOnDevice] = {}
-        self.latest: State | None = None
 
     def predicts(self, layer: int) -> bool:
-        return bool(self.session.states) and self.policies[layer].is_predicted
+        return self.session.state is not None and self.policies[layer].is_predicted
 
     def predict(self, layer: int, query: Tensor) -> None:
         self.predicted[layer] = query
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        policy, device = self.policies[layer], self.session.attached.layers[layer].device
-        tokens = self.rows_on(device).tokens
+        policy = self.policies[layer]
         columns = slice(self.start, self.history.length)
 
         # Write: the fresh rows join the history, as they read back from storage.
         self.history.keep(layer, key, value, columns)
         is_selecting = policy.kind == "method" and not self.session.reads_everything
-        state = self.session.states.get(device) if is_selecting else None
+        state = self.session.state if is_selecting else None
         if state is not None:
-            state.append(policy.number, key, value, tokens[:, columns], columns)
+            state.append(policy.number, key, value, self.tokens[:, columns], columns)
         if not is_selecting:
             return self._attend_to_all(layer, query, self.history.kv[layer])
         self.counts.num_selecting += 1
@@ -99,7 +95,6 @@ class DecodePass(Handler):
             outputs.append(block.attend_to_selection(key[:, :, rows], value[:, :, rows]))
             if block.full is not None:
                 full_outputs.append(block.full)
-        self.latest = state or self.latest
         output = torch.cat(outputs, 1)
         if self.session.measure_errors:
             if full_outputs:
@@ -147,22 +142,13 @@ class DecodePass(Handler):
         for begin in range(0, num_rows, size):
             yield slice(begin, min(begin + size, num_rows))
 
-    def rows_on(self, device: torch.device) -> RowsOnDevice:
-        """The pass's rows, copied once to each device."""
-        if device not in self._on_device:
-            tokens = self.history.tokens[:, : self.history.length]
-            self._on_device[device] = RowsOnDevice(
-                self.positions.to(device), self.valid.to(device), tokens.to(device)
-            )
-        return self._on_device[device]
-
     def _selecting_query(self, layer: int, query: Tensor) -> Tensor:
         """The queries that rows select by, shaped like their `query`."""
         before = self.history.last_queries.get(layer)
         if self.policies[layer].when != "previous_step" or before is None:
             return self.predicted.pop(layer, query)
         shifted = torch.cat([before, query], 2)
-        last = self.valid.sum(-1).to(query.device)[:, None, None, None]
+        last = self.valid.sum(-1)[:, None, None, None]
         index = last.expand(*query.shape[:2], 1, query.shape[-1])
         self.history.last_queries[layer] = shifted.gather(2, index)
         return shifted[:, :, :-1]
@@ -201,10 +187,9 @@ class _Block:
         self.stop = decode.start + rows.stop
         self.query = query[:, :, rows]
         self.asking = asking[:, :, rows]
-        on_device = decode.rows_on(query.device)
-        self.positions = on_device.positions[:, rows]
-        self.real = on_device.real
-        self.tokens = on_device.tokens[:, : self.stop]
+        self.positions = decode.positions[:, rows]
+        self.real = decode.valid
+        self.tokens = decode.tokens[:, : self.stop]
         self.key = decode.history.kv[layer][0][:, :, : self.stop]
         self.value = decode.history.kv[layer][1][:, :, : self.stop]
         leaves_exact = self.codec is not None and self.codec.residual
@@ -375,7 +360,7 @@ class _Block:
                 true_scores=lambda: self._true_scores(exact),
                 padded=self.decode.has_padding,
             )
-            selection = select(self.state, self.decode.latest, self.policy.number, rows)
+            selection = select(self.state, self.policy.number, rows)
             gpu_cache = self.decode.session.gpu_caches.get(self.layer)
             if gpu_cache is not None:
                 assert selection.mask is not None, "a method that names rows gives a mask"
@@ -404,7 +389,7 @@ class _Block:
         self._add(self.counts.selected, selected)
 
     def _add(self, total: Tensor, of_rows: Tensor) -> None:
-        total[:, self.rows] += of_rows.to(total.device)
+        total[:, self.rows] += of_rows
 
     def _true_scores(self, exact: tuple[Tensor, Tensor] | None) -> Tensor:
         """[batch, num_kv_heads, group, rows, columns], -inf where hidden; the own column from the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +41,7 @@ class History:
         self.last_queries: dict[int, Tensor] = {}
         self.resident: dict[int, Tensor] = {}
         self._layers, self._dtype = attached.layers, attached.dtype
+        self._device = attached.device
         self.kv = {layer: self._new_rows(layer, batch, num_columns) for layer in range(len(codecs))}
         self._span = 1
         """Tokens whose rows some layer codes together; other layers code one by one."""
@@ -61,10 +61,10 @@ class History:
         """Room for the keys and values of a layer. A latent key holds its value as well."""
         shape = self._layers[layer]
         rows = batch, shape.num_kv_heads, num_columns
-        keys = torch.empty(*rows, shape.head_dim, dtype=self._dtype, device=shape.device)
+        keys = torch.empty(*rows, shape.head_dim, dtype=self._dtype, device=self._device)
         if shape.latent is not None:
             return keys, keys[..., : shape.value_dim]
-        return keys, torch.empty(*rows, shape.value_dim, dtype=self._dtype, device=shape.device)
+        return keys, torch.empty(*rows, shape.value_dim, dtype=self._dtype, device=self._device)
 
     def enter(self, valid: Tensor) -> Tensor:
         """Give the next columns their tokens; returns positions int [batch, rows], those of padding
@@ -101,7 +101,7 @@ class History:
 
     def _code_groups(self, half: RowCodec, exact: Tensor, stored: Tensor) -> None:
         """Code the groups of the fresh tokens again. No row reads one that is not full yet."""
-        regrouped = self._regrouped.to(exact.device)[:, None, :, None]
+        regrouped = self._regrouped[:, None, :, None]
         index = regrouped.expand(-1, exact.shape[1], -1, exact.shape[3])
         stored.scatter_(2, index, half.roundtrip(exact.gather(2, index)))
 
@@ -131,29 +131,19 @@ class History:
     def fork(self, index: Tensor, num_columns: int) -> History:
         """The sequences `index` [new_batch], with room for `num_columns`."""
         child, used = copy(self), slice(0, self.length)
+        index = index.to(self._device)
         child.tokens = self.tokens.new_full((len(index), num_columns), EMPTY)
-        child.tokens[:, used] = self.tokens[index.to(self.tokens.device), used]
+        child.tokens[:, used] = self.tokens[index, used]
         for name in ("last_queries", "resident"):
-            of_layers = getattr(self, name).items()
-            taken = {
-                layer: each.index_select(0, index.to(each.device)) for layer, each in of_layers
-            }
+            taken = {}
+            for layer, tensor in getattr(self, name).items():
+                taken[layer] = tensor.index_select(0, index)
             setattr(child, name, taken)
         for name in ("kv", "uncoded"):
             rows = {}
             for layer, kv in getattr(self, name).items():
                 rows[layer] = self._new_rows(layer, len(index), num_columns)
                 for new, old in zip(rows[layer], kv, strict=True):
-                    on_device = index.to(old.device)
-                    torch.index_select(old[:, :, used], 0, on_device, out=new[:, :, used])
+                    torch.index_select(old[:, :, used], 0, index, out=new[:, :, used])
             setattr(child, name, rows)
         return child
-
-
-class RowsOnDevice(NamedTuple):
-    """The rows of a pass on one device. positions: int [batch, rows]; real: bool of the same shape,
-    False for padding; tokens: int32 [batch, columns so far], the token of each column."""
-
-    positions: Tensor
-    real: Tensor
-    tokens: Tensor

@@ -27,7 +27,7 @@ from harness.decode.session import LiveSession
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats, codec_of_cache, resident_share
 from harness.model.dense_prompts import LayerPrompt
-from harness.model.policies import new_states, policies_of, require_layers, take_prompt
+from harness.model.policies import new_state, policies_of, require_layers, take_prompt
 from harness.model.rereading import run_prompts
 from harness.replay.decode_pass import DecodePass
 from harness.replay.history import History
@@ -79,7 +79,7 @@ class ReplaySession:
         self.gpu_cache = gpu_cache
         self.rooms: list[int] | None = None
         self.gpu_caches: dict[int, GpuCache] = {}
-        self.states: dict[torch.device, State] = {}
+        self.state: State | None = None
         codecs: list[AnyCodec | None] = []
         for policy in self.policies:
             if self.codec is not None and policy.kind == "method":
@@ -101,17 +101,19 @@ class ReplaySession:
         assert not self.history.length, "prefill runs once, before any decode row"
         self.attached.require_even(valid)
         lengths = Lengths(valid.sum(-1), self.final_lengths)
-        self.states = new_states(self.attached, self.method, lengths, self.calibration)
+        self.state = new_state(self.attached, self.method, lengths, self.calibration)
         of_sequences = zip(lengths.prompt.tolist(), lengths.final.tolist(), strict=True)
         self.rooms = rooms(self.method, self.policies, self.gpu_cache, of_sequences)
         if self.rooms is not None:
             for layer, shape in enumerate(self.attached.layers):
                 if self.policies[layer].names_rows:
-                    cache = GpuCache(self.rooms, shape.num_kv_heads, shape.device)
+                    cache = GpuCache(self.rooms, shape.num_kv_heads, ids.device)
                     self.gpu_caches[layer] = cache
         positions = self.history.enter(valid)
-        states, keep = self.states.values(), partial(self._keep_prompt, valid)
-        hidden = run_prompts(self.attached, self.method, states, ids, valid, keep, self.model_cache)
+        keep = partial(self._keep_prompt, valid)
+        hidden = run_prompts(
+            self.attached, self.method, self.state, ids, valid, keep, self.model_cache
+        )
         pairs = float((_weights(valid, multiplicity) * (positions + 1)).sum())
         self.reads += replace(self._constants(), pairs=pairs, pairs_read=pairs)
         return hidden
@@ -121,11 +123,10 @@ class ReplaySession:
         layer."""
         query, key, value = prompt.query, prompt.key, prompt.value
         self.history.keep(layer, key, value, slice(0, key.shape[2]))
-        policy, device = self.policies[layer], self.attached.layers[layer].device
-        if policy.kind != "method" or device not in self.states:
+        policy, state = self.policies[layer], self.state
+        if policy.kind != "method" or state is None:
             return
-        state = self.states[device]
-        rows = PromptRows(valid.to(device), self.history.tokens.shape[1], prompt.inputs)
+        rows = PromptRows(valid, self.history.tokens.shape[1], prompt.inputs)
         take_prompt(state, policy.number, prompt, rows)
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()
@@ -144,7 +145,7 @@ class ReplaySession:
         hidden = self.attached.forward(ids, positions, rows, self.model_cache, valid)
         weights = _weights(valid, multiplicity)
         resident = resident_share(
-            list(self.states.values()),
+            self.state,
             self.codec,
             self.final_lengths,
             self.method.dense_layers,
@@ -180,12 +181,11 @@ class ReplaySession:
         child.reads = self._constants()
         child.errors = []
         child.final_lengths = self.final_lengths[index]
-        child.states = {}
-        for device, state in self.states.items():
+        if self.state is not None:
             num_slots = num_columns
-            if isinstance(state, EvictingState):
+            if isinstance(self.state, EvictingState):
                 num_slots += 1  # the dump
-            child.states[device] = state.fork(index.to(device), num_slots)
+            child.state = self.state.fork(index.to(self.attached.device), num_slots)
         child.history = self.history.fork(index, num_columns)
         child.gpu_caches = {}
         for layer, gpu_cache in self.gpu_caches.items():

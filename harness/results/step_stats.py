@@ -10,8 +10,7 @@ tpot_p50_s, tpot_p95_s, tpot_p99_s, tpot_std_s: of the time per output token (TP
   step: from the logits of the step before to its own. Percentiles are interpolated linearly. The
   standard deviation has n - 1 below; None for a single step. Serving benchmarks that call a
   request's mean TPOT call these values inter-token latencies.
-link_utilisation: seconds in which the link was busy / seconds of the steps, mean over the links of
-  several devices; None without a link.
+link_utilisation: seconds in which the link was busy / seconds of the steps; None without a link.
 hit_rate: rows that were on the device when their layer selected them / rows read. 0 without a
   GPU cache; None without a link. A row is of one token and KV head in a layer that sees every
   token, dense layers included. Rows that have no place behind the link (windows, the last tokens of

@@ -373,15 +373,16 @@ def recommendation(options: Sequence[Option]) -> list[str]:
         f"and {_points(best)} of the answers lost (measured on the board's models)."
     )
     changes = [f"- {line}" for line in _changes(best, options, meeting)]
-    return [first, f"As a command: {command(best)}", "What would change it:", *changes]
+    run = f"As a command: {command(best)}"
+    if best.step.platform.cards > 1:
+        run = "As a command: none, since a run takes one GPU."
+    return [first, run, "What would change it:", *changes]
 
 
 def command(option: Option) -> str:
-    """The run of an option on a machine with such a GPU, with weights of 16 bits."""
+    """The run of an option on a machine with one such GPU, with weights of 16 bits."""
     sizes = [f"{name}={value}" for name, value in _sizes(option.asked).items()]
     run = ["experiment=latency", "platform=cuda", f"model={option.asked.model.name}"]
-    if option.step.platform.cards > 1:
-        run.append("model.device=map")
     return f"{COMMAND} {' '.join([*run, *sizes, *option.words])}"
 
 

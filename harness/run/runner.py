@@ -196,7 +196,7 @@ def _record(todo: Run, resources: Resources) -> None:
             outcome = kinds.measure(config, resources)
             records.require_finite(outcome.metrics)
             _warn_of_budgets(todo, outcome.metrics)
-            devices = _devices_of(resources.model(config.model).model) if reads_weights else []
+            devices = [str(resources.model(config.model).model.device)] if reads_weights else []
             measured = asdict(outcome) | {"methods": records.jsonable(outcome.methods)}
             measured["environment"] = environment.describe(devices)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
@@ -246,12 +246,6 @@ def _idle_budget(config: RunConfig, entries: Mapping[str, Any]) -> str | None:
             "full cache's numbers or next to them"
         )
     return None
-
-
-def _devices_of(model: Any) -> list[str]:
-    """The devices of a model: several where its layers are spread over CUDA devices."""
-    devices = [f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values()]
-    return list(dict.fromkeys(devices)) or [str(model.device)]
 
 
 def _unfinished(todo: Run) -> dict[str, Any]:

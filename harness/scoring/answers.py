@@ -230,12 +230,12 @@ def prompt_batches(
 
 def tokens_at_once(attached: Attached) -> int:
     """Sequences times columns that are decoded at once: `CACHE_TOKENS`, or its half, quarter, ...
-    that fits into the free memory of every device, so that a few MiB more or less change nothing.
+    that fits into the free memory of the device, so that a few MiB more or less change nothing.
 
     Counted are `COPIES` of the rows of all layers and a layer's dense pass.
     """
     token_bytes = COPIES * kept_bytes(attached, 1) + prompt_bytes(attached, 1)
-    free = min(available_bytes(device) for device in attached.devices)
+    free = available_bytes(attached.device)
     most = CACHE_TOKENS
     while most > 1 and most * token_bytes > MEMORY_SHARE * free:
         most //= 2

@@ -88,7 +88,7 @@ class ModelConfig:
     gguf_file: Annotated[Text, only(_is_gguf, "must be the name of a .gguf file")] | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    device: Literal["auto", "cpu", "cuda", "map"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
     seed: Natural = 0
     shape: Mapping[str, Any] | None = None

@@ -128,8 +128,6 @@ def _of_latency(config: RunConfig) -> Rules:
     hides = "batch_size=largest is about transfers beside the computation, of pinned memory"
     yield "platform.overlap", not platform.overlap, hides
     yield "platform.pinned", not platform.pinned, hides
-    one = "batch_size=largest is about one device; allowed: auto, cpu, cuda"
-    yield "model.device", config.model.device == "map", one
     all_there = "batch_size=largest has all weights on the device; leave it out"
     yield "platform.weights_on_device", platform.weights_on_device < 1, all_there
     unsized = platform.name == "cpu" and platform.device_gib is None
@@ -146,8 +144,6 @@ def _of_analysis(config: RunConfig) -> Rules:
     statistic, method = config.analysis.statistic, config.method
     allowed = ", ".join(get_args(Statistic))
     yield "analysis.statistic", statistic is None, f"kind=analysis needs one of {allowed}"
-    one = "kind=analysis compares layers on one device; allowed: auto, cpu, cuda"
-    yield "model.device", config.model.device == "map", one
     one_part = "kind=analysis reads one part of the text; leave it out"
     yield "corpus.spread", config.corpus.spread, one_part
     chooses = method.reads_all or method.when != "kept"

@@ -121,9 +121,7 @@ def _of_machines(config: RunConfig) -> Rules:
     yield "platform.weights_on_device", streams and not kind.live, f"{none} link; leave it out"
     all_there = "an emulated device holds all weights; leave out platform.device_gib"
     yield "platform.weights_on_device", streams and gib and name == "cpu", all_there
-    of_cuda = f"needs platform=cuda; allowed on {name}: auto, {name}"
-    yield "model.device", device == "map" and name != "cuda", of_cuda
-    other = device not in ("map", "cpu" if is_sheet else name)
+    other = device != ("cpu" if is_sheet else name)
     yield "model.device", other, f"contradicts platform={name}; leave one of them out"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
 
 from harness.decode.disk import Disk
-from harness.decode.links import DiskLink, Link, Links, open_link
+from harness.decode.links import DiskLink, Link, open_link
 from harness.decode.memory import emulated_device, smaller_card
 from harness.model.attach import attach
 from harness.model.attached import Attached
@@ -38,7 +38,7 @@ def waits_for_link(config: RunConfig) -> bool:
 @contextmanager
 def opened(
     config: RunConfig, loaded: LoadedModel, decode_rows: Callable[[], Sequence[TokenCounts]]
-) -> Iterator[tuple[Attached, Setup, LinkRate, Links | None]]:
+) -> Iterator[tuple[Attached, Setup, LinkRate, Link | None]]:
     """A run's method on its model and in its memories; the last two as of `two_memories`.
     decode_rows: those on which a budget is met."""
     with attach(loaded.model) as attached, compute_threads(attached.device):
@@ -48,12 +48,12 @@ def opened(
 
 
 @contextmanager
-def two_memories(config: RunConfig, attached: Attached) -> Iterator[tuple[LinkRate, Links | None]]:
+def two_memories(config: RunConfig, attached: Attached) -> Iterator[tuple[LinkRate, Link | None]]:
     """Device memory of the size that `platform.device_gib` gives, and a link from each device to
     host memory or the disk.
 
-    Yields the rate of the links, and the link of each device; None where the cache lies on the
-    device. They close at the end.
+    Yields the rate of the link, and the link; None where the cache lies on the device. It closes at
+    the end.
     """
     platform = config.platform
     if config.placement == "disk":
@@ -62,22 +62,22 @@ def two_memories(config: RunConfig, attached: Attached) -> Iterator[tuple[LinkRa
         disk = Disk(folder)
         disk_link = DiskLink(disk, overlap=platform.overlap)
         with disk_link, _device_memory(config, attached):
-            yield disk_rate(disk), {attached.device: disk_link}
+            yield disk_rate(disk), disk_link
         return
     if attached.device.type == "cpu" and not waits_for_link(config):
         rate = LinkRate(math.inf, None)
     else:
         rate = link_rate(config.results_dir, attached.device, platform.link_gbps)
     bytes_per_s = rate.bytes_per_s if attached.device.type == "cpu" else None
-    devices = attached.devices if config.placement == "host" else []
-    links: dict[torch.device, Link] = {}
-    with _device_memory(config, attached), ExitStack() as stack:
-        for device in devices:
-            link = open_link(
-                device, bytes_per_s=bytes_per_s, overlap=platform.overlap, tuning=rate.tuning
-            )
-            links[device] = stack.enter_context(link)
-        yield rate, links or None
+    with _device_memory(config, attached):
+        if config.placement != "host":
+            yield rate, None
+            return
+        device, overlap = attached.device, platform.overlap
+        with open_link(
+            device, bytes_per_s=bytes_per_s, overlap=overlap, tuning=rate.tuning
+        ) as link:
+            yield rate, link
 
 
 def _device_memory(config: RunConfig, attached: Attached) -> AbstractContextManager[None]:

@@ -53,7 +53,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.decode.links import Links
+from harness.decode.links import Link
 from harness.decode.memory import PinnedSlab
 from harness.decode.session import LiveSession
 from harness.decode.timeline import SEGMENTS, Timeline
@@ -139,7 +139,7 @@ def time_run(
     prompt: SharedPrompt | Tensor,
     run: TimedRun,
     *,
-    link: Links | None = None,
+    link: Link | None = None,
 ) -> Timing:
     """Time a run from its prompt on, `repeats` times.
 
@@ -200,12 +200,11 @@ def _time_repeat(
         begin_s = _now(device) - began
         for link in session.links:
             link.drain()  # of the prompt's rows
-        for used in session.attached.devices:
-            if used.type == "cuda":
-                # Memory that a link was still reading when it was freed counts until the next
-                # allocation.
-                torch.empty(1, device=used)
-                torch.cuda.reset_peak_memory_stats(used)
+        if device.type == "cuda":
+            # Memory that a link was still reading when it was freed counts until the next
+            # allocation.
+            torch.empty(1, device=device)
+            torch.cuda.reset_peak_memory_stats(device)
 
         # 2. The steps. The link is not waited for after the warm-up: the rows of the first timed
         # step are under way already, as for every other step.
@@ -353,7 +352,7 @@ def _peak_device_bytes(session: LiveSession, weights: StreamedWeights | None) ->
     """The peak while decoding; on the CPU the weights that are there and `device_bytes`."""
     attached = session.attached
     if attached.device.type == "cuda":
-        return sum(map(torch.cuda.max_memory_allocated, attached.devices))
+        return torch.cuda.max_memory_allocated(attached.device)
     away = weights.host_bytes - weights.device_bytes if weights else 0
     whole = sum(weight.nbytes for weight in attached.model.parameters())
     return whole - away + session.device_bytes

@@ -481,8 +481,8 @@ def test_every_run_of_another_thread_is_refused_in_one_line(model, tokenizer, at
 
     told: list[str] = []
     with attached():
-        use("attached already in this thread")
-        run_in_threads(partial(use, "attached already by another thread"))
+        use("attached already: it takes one")
+        run_in_threads(partial(use, "attached already: it takes one"))
         assert generated(model).shape == (1, 24 + NEW)
     assert len(told) == 2
 

@@ -312,7 +312,6 @@ REFUSED = [
         "platform=h100-pcie5: is modelled, nothing runs there but",
     ),
     ([*EMULATED, "system=offload-pageable"], "platform.overlap=false: batch_size=largest is about transfers"),
-    ([*CUDA, "model.device=map"], "model.device=map: batch_size=largest is about one device"),
     (
         [*CUDA, "platform.weights_on_device=0.5"],
         "platform.weights_on_device=0.5: batch_size=largest has all",

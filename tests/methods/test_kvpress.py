@@ -77,7 +77,7 @@ def prompted(model, method, prompts=PROMPT, steps=0):
         session = Setup(method, None, None).replay(attached, real.sum(-1), real.shape[1])
         columns = max(prompts)
         session.prefill(ids[:, :columns], real[:, :columns])
-        (state,) = session.states.values()
+        state = session.state
     return state, seen
 
 

@@ -112,7 +112,7 @@ def test_score_and_what_stays_are_the_plain_ones_of_each_sequence_of_a_padded_ba
     with attach(model) as attached:
         session = open_session(attached, Case(method), [length + 1 for length in PROMPTS], PROMPT + 1)
         session.prefill(*pad(prompts(), left=True))
-        (state,) = session.states.values()
+        state = session.state
     for at, ids in enumerate(prompts()):
         wanted, first = plain_score(model, method, ids), PROMPT - len(ids)
         for layer, found in taken[0].items():

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.model import attention
 from methods import coded_keys
 from methods.attention import MANY_ROWS, attention_scores
 from methods.base import Geometry, Lengths, PromptRows, QueryRows
@@ -78,20 +77,6 @@ def test_a_gpu_adds_up_in_fp32(dtype):
     strided = torch.cat([keys, keys], -1).cuda()[:, :, :-5, :HEAD_DIM]  # keys and values side by side, read in place
     got = attention_scores(query.cuda(), strided, SCALE)
     torch.testing.assert_close(got.cpu(), attention_scores(query, keys[:, :, :-5], SCALE), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("read_ahead_bytes", [1, 2**18, 2**30])
-@pytest.mark.parametrize("masks", [None, 1, KV_HEADS])
-def test_attention_that_reads_ahead_is_the_fused_one(monkeypatch, read_ahead_bytes, masks):
-    monkeypatch.setattr(attention, "READ_AHEAD_BYTES", read_ahead_bytes)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    query, keys = queries_and_keys(torch.float32, 1)
-    keys, values = torch.cat([keys, keys + 1], -1)[:, :, : TOKENS - 1].split(HEAD_DIM, -1)
-    mask = None if masks is None else torch.arange(TOKENS - 1).expand(BATCH, masks, 1, -1) % 3 > 0
-    stacked = query.view(BATCH, KV_HEADS, GROUP, HEAD_DIM)
-    expected = torch.nn.functional.scaled_dot_product_attention(stacked, keys, values, mask, scale=SCALE)
-    found = attention.row_attention(query, keys, values, SCALE, mask)
-    torch.testing.assert_close(found, expected.unsqueeze(3))
 
 
 # Coded keys

@@ -8,7 +8,7 @@ import torch
 
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
-from harness.model.policies import new_states
+from harness.model.policies import new_state
 from harness.model.tiny import tiny_model
 from methods.base import Lengths
 from methods.triattention import TriAttention, magnitude, planes, turned
@@ -69,6 +69,6 @@ def test_a_model_without_rotary_positions_is_refused_in_one_line():
     with attach(tiny("opt")) as attached:
         measured = calibrate(attached, method, token_ids(30))
         with pytest.raises(ValueError) as refusal:
-            new_states(attached, method, lengths, measured)
+            new_state(attached, method, lengths, measured)
     line = "method.offset_max_length=65536: must be used with rotary positions, which turn the centres: model family "
     assert str(refusal.value) == f"{line}'opt' has none in layers that see all tokens"

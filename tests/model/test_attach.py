@@ -86,6 +86,13 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(shape):
         pytest.fail("refused")
 
 
+def test_a_model_on_several_devices_is_refused_in_one_line():
+    model = tiny_model("llama")
+    model.lm_head.to("meta")  # where accelerate leaves weights of the host or a disk
+    with pytest.raises(UserError, match=r"the model lies on several devices \(cpu, meta\), and a method's cache"):
+        attach(model).__enter__()
+
+
 def test_a_token_without_an_embedding_is_refused_with_both_sizes(tiny_gqa):
     ids = torch.tensor([[3, 300, 5]])
     with attach(tiny_gqa) as attached, pytest.raises(UserError, match=r"token 300, .* embedding has 256 tokens"):
@@ -209,7 +216,7 @@ def test_attaching_leaves_nothing_behind_even_after_an_error(model, monkeypatch)
     monkeypatch.undo()
     run_ragged(model, CASES["infinigen"])
     with attach(model):
-        with pytest.raises(UserError, match=r"attached already in this thread"), attach(model):
+        with pytest.raises(UserError, match=r"attached already: it takes one"), attach(model):
             pytest.fail("refused")
         with pytest.raises(UserError, match=r"the model is attached .* cannot be called by itself"):
             model(torch.tensor([token_ids(12)]))

@@ -122,7 +122,7 @@ def test_the_weights_that_a_method_sees_are_the_models(name):
     with attach(model) as attached:
         session = open_session(attached, Case(H2O(heavy_frac=0.7, recent_frac=0.3)), [21], 21)
         session.prefill(torch.tensor([ids]), torch.ones(1, 20, dtype=torch.bool))
-        (state,) = session.states.values()
+        state = session.state
         for number, layer in ((2, 4), (3, 5)):
             received = weights[layer][0].sum(1).view(2, 2, 20).sum(1)
             assert_close(state.score[number][0, :, :20], received, 1e-5)

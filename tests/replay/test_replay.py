@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 
@@ -16,14 +15,13 @@ from harness.model.prompts import PromptPass, held_prompt, kept_bytes, positions
 from harness.model.rereading import run_prompts
 from harness.replay import decode_pass as passes
 from methods import attention
-from methods.base import LayerInputs, Method
+from methods.base import LayerInputs
 from methods.codecs.integers import IntegerCodec
 from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.split import every_codec
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infinigen_pool import InfiniGenPool
-from methods.kvzip import KVzip
 from methods.oracle import Oracle
 from methods.prompt_evicting import PromptEvicting, SnapKV
 from methods.quest import Quest
@@ -34,7 +32,7 @@ from methods.shadowkv import ShadowKV
 from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.twilight import Twilight
-from tests.cases import ASKED, CASES, WIDE, Case
+from tests.cases import CASES, WIDE, Case
 from tests.living import PROMPTS, replay, tiny, token_batch
 from tests.mixed_models import mixed
 from tests.replaying import (
@@ -223,13 +221,6 @@ def test_limit_cases_are_the_full_cache(tiny_gqa, name):
 # Prompts that runs share
 
 
-class WithoutBudget(KVzip):
-    """A method that rereads and has no budget."""
-
-    def with_budget(self, frac):
-        return Method.with_budget(self, frac)
-
-
 def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(monkeypatch):
     """In one process, one method after another: none changes what the next one starts from."""
     prompts, model, passes = DensePrompts(2**20), tiny("gqa"), []
@@ -251,14 +242,6 @@ def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(mon
         assert torch.equal(replayed(CASES[name], prompts), expected), name
     dense = sum(shape == (2, max(PROMPTS["padded"])) for shape in passes)
     assert dense == 2, "once more for the inputs of layers"
-    for name in ("kvzip", "kvzip-plus"):  # of another budget, and with other dense layers: what was reread holds
-        case = Case(replace(CASES[name].method.with_budget(0.7), dense_layers=1))
-        expected = replayed(case, None)
-        del passes[:]
-        assert torch.equal(replayed(case, prompts), expected), name
-        assert len(passes) == 1, "the decode rows alone"
-    case = Case(WithoutBudget(budget=0.5, num_sinks=2, chunk_size=9, **ASKED))
-    assert torch.equal(replayed(case, prompts), replayed(case, None))
     full = DensePrompts(1000)
     assert torch.equal(replayed(CASES["quest"], full), alone["quest"])
     assert full.free == 1000, "what does not fit is not kept"
@@ -286,7 +269,7 @@ def test_a_kept_prompt_leaves_the_models_cache_as_a_pass_does():
     with attach(tiny("gqa"), DensePrompts(2**24)) as attached:
         for _ in "run", "kept":
             model_cache = attached.new_cache()
-            run_prompts(attached, CASES["full"].method, [], ids, real, lambda *_: None, model_cache)
+            run_prompts(attached, CASES["full"].method, None, ids, real, lambda *_: None, model_cache)
             assert model_cache.num_columns == ids.shape[1]
 
 
