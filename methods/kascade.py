@@ -73,6 +73,7 @@ class KascadeState(State):
     """
 
     handed_on = ("chosen",)
+    replayable = True
 
     def start(self, calibration: Calibration | None) -> None:
         assert calibration is not None, "new_state refuses what is not calibrated"

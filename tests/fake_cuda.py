@@ -65,6 +65,55 @@ def place() -> str:
     return " < ".join(frames)
 
 
+# Programs
+
+
+class Program:
+    """What a step queues, in order: of each entry the stream, the operation, its tensors and its numbers.
+
+    A tensor is its storage, offset, shape, strides and dtype. A storage that an earlier program has seen, of the same
+    `known`, has a name of its own; others are named by their order of appearance. All are kept, so that no address
+    comes again: programs of two steps are equal if the one may be run in place of the other.
+    """
+
+    current: Program | None = None
+
+    def __init__(self, known: dict[int, tuple[str, Any]]) -> None:
+        self.known = known
+        self.entries: list[tuple[Any, ...]] = []
+        self._names: dict[int, tuple[str, Any]] = {}
+
+    def __enter__(self) -> Program:
+        Program.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Program.current = None
+        for key, (_, storage) in self._names.items():
+            self.known[key] = f"known {len(self.known)}", storage
+
+    def note(self, operation: str, given: Any) -> None:
+        stream = Streams.current().number - Streams.stack[0].number
+        words = [self._word(each) for each in tree_leaves(given) if isinstance(each, Tensor | int | float | str)]
+        self.entries.append((stream, operation, *words, place()))
+
+    def _word(self, given: Any) -> Any:
+        if not isinstance(given, Tensor):
+            return given
+        storage = given.untyped_storage()
+        key = storage._cdata
+        if key not in self.known and key not in self._names:
+            self._names[key] = f"new {len(self._names)}", storage
+        name, _ = self.known.get(key) or self._names[key]
+        return name, given.storage_offset(), (*given.shape,), given.stride(), given.dtype
+
+
+def note(operation: str, given: Any) -> None:
+    """Write an operation and all that it is given into the current program, if there is one."""
+    if Program.current is not None:
+        Program.current.note(operation, given)
+
+
 # Streams
 
 
@@ -90,9 +139,11 @@ class Stream:
         return self.clock[self.number]
 
     def wait_stream(self, other: Stream) -> None:
+        note("wait_stream", [self.number, other.number])
         self.clock |= other.clock
 
     def wait_event(self, event: Event) -> None:
+        note("wait_event", [self.number])
         self.clock |= event.clock
 
     def synchronize(self) -> None:
@@ -113,6 +164,7 @@ class Event:
         self.clock: Counter[int] = Counter()
 
     def record(self, stream: Stream | None = None) -> None:
+        note("record", [(stream or Streams.current()).number])
         self.clock = Counter((stream or Streams.current()).clock)
 
     def synchronize(self) -> None:
@@ -409,7 +461,7 @@ class Trace(TorchDispatchMode):
             self.fault(f"{name} by a mask waits for its number")
         elif name in ("where", "_to_copy") and any(not each.is_cuda for each in (*inputs, *outputs)):
             self.fault(f"{name} copies a number between host and device, and waits")
-        self.count(name)
+        self.count(name, args, kwargs, outputs)
         if operation in KERNELS:
             self._count_mask(kwargs.get("attn_mask", args[3] if len(args) > 3 else None))
 
@@ -428,8 +480,9 @@ class Trace(TorchDispatchMode):
         """Take note of it, and of where it is."""
         self.faults.append((self.layer, f"{what}, at {place()}"))
 
-    def count(self, name: str) -> None:
+    def count(self, name: str, *given: Any) -> None:
         """Something is launched on the current stream."""
+        note(name, given)
         Streams.current().tick()
         launched = self.launches if Streams.current() is Streams.stack[0] else self.link
         launched[self.layer, name] += 1
@@ -446,7 +499,7 @@ class Trace(TorchDispatchMode):
             self.fault("cudaMemcpy2DAsync of pageable memory waits")
         if source.shape != target.shape or {source.stride(1), target.stride(1)} != {1}:
             self.fault("cudaMemcpy2DAsync of what is no rectangle")
-        self.count("cudaMemcpy2DAsync")
+        self.count("cudaMemcpy2DAsync", source, target)
 
     def _reachable(self, tensor: Tensor) -> bool:
         """Whether the device can address it: its own memory and page-locked one."""
@@ -490,7 +543,7 @@ class Trace(TorchDispatchMode):
         if math.prod(size) < 1 or any(each > 65535 for each in size[1:]):
             self.fault(f"{name}: {size} is no grid")
         if not warmup:
-            self.count(name)
+            self.count(name, dict(arguments), size, options)
 
 
 def without_keys(_: Any, layer: Layer) -> None:

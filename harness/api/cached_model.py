@@ -415,7 +415,8 @@ class CachedModel:
         if not cache.num_wanted:
             require_continued(mask, cache.real, cache.num_columns + num_rows)
             rows = torch.arange(num_rows, device=ids.device)
-            require_positions(positions, session.batch.positions[:, None] + rows)
+            first = session.batch.lengths.prompt[:, None] + session.steps
+            require_positions(positions, first + rows)
         logits: list[Tensor] = []
         for column in ids.unbind(1):
             if cache.num_wanted:  # generate reads the last row alone

@@ -259,8 +259,8 @@ class LayerCache:
         """Slots that may hold a token before a later step; the step's current token comes behind
         them."""
         if not self.evicts:
-            return self.batch.columns + steps_ahead
-        rows = self.batch.rows(self.batch.steps + steps_ahead)
+            return self.batch.limit(steps_ahead) - 1
+        rows = self.batch.rows_of_bucket(steps_ahead)
         return max(self.method.tokens_kept(row, self.policy.number) for row in rows)
 
     def slots(self) -> Tensor:
@@ -291,16 +291,22 @@ class LayerCache:
     def remember(self, query: Tensor) -> None:
         """Keep the query [batch, heads, 1, head_dim] if the next step selects by it."""
         if self.policy.when == "previous_step" and self.state is not None:
-            self.last_query = query.clone()
+            if self.batch.bucket and self.last_query is not None:
+                self.last_query.copy_(query)  # where the next step looks for it
+            else:
+                self.last_query = query.clone()
 
     # Select
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Show the own row to the state."""
-        if self.state is not None:
-            own = self.slots_in_use()
-            positions = self.batch.positions[:, None]
-            self.state.append(self.policy.number, key, value, positions, slice(own, own + 1))
+        if self.state is None:
+            return
+        first = self.slots_in_use() if self.evicts else self.batch.columns
+        own: slice | Tensor = slice(first, first + 1)
+        if self.batch.bucket and self.state.replayable and not self.evicts:
+            own = self.batch.column
+        self.state.append(self.policy.number, key, value, self.batch.positions[:, None], own)
 
     def selection_by(
         self, query: Tensor, true_scores: Callable[[], Tensor] | None = None
@@ -310,14 +316,17 @@ class LayerCache:
         query: [batch, heads, 1, head_dim]. true_scores: None for a method that names rows.
         """
         assert self.state is not None, "only a layer with a state selects"
-        own, tokens = self.slots_in_use(), self.slots()
+        tokens = self.slots()
+        own_slots = self.batch.slots[..., tokens.shape[-1] - 1 : tokens.shape[-1]]
+        if self.batch.bucket and not self.evicts:
+            own_slots = self.batch.own_slots
         self.fetcher.note_tokens(tokens, self.evicts)
         rows = QueryRows(
             query=query,
             positions=self.batch.row_positions,
             real=self.batch.one_row,
             slot_positions=tokens,
-            own_slots=self.batch.slots[..., own : own + 1],
+            own_slots=own_slots,
             true_scores=true_scores or _no_scores,
         )
         return select(self.state, self.earlier, self.policy.number, rows)
@@ -335,7 +344,7 @@ class LayerCache:
         num_kv_heads, n], -1 for none."""
         assert selection.mask is not None, "a method that names rows gives a mask"
         mask = selection.mask[:, :, 0].expand(-1, self.store.num_kv_heads, -1)
-        rows = self.batch.rows(self.batch.steps)
+        rows = self.batch.rows_of_bucket()
         most = max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
         fetch, slots = self.fetcher.request_selected(mask, most)
         if fetch.moving and self.policy.when == "own_query":
@@ -353,7 +362,7 @@ class LayerCache:
         count, number = self.slots_in_use(steps_ahead), self.policy.number
         if isinstance(self.state, EvictingState):
             numbers: set[float | None] = set()
-            for row in self.batch.rows(self.batch.steps + steps_ahead):
+            for row in self.batch.rows_of_bucket(steps_ahead):
                 numbers.add(self.method.tokens_kept(row, number))
                 numbers.add(self.method.tokens_read(row, number))
             if len(numbers) > 1:
@@ -369,12 +378,21 @@ class LayerCache:
         """The cached rows: the fetched ones, then those that the device holds."""
         return [self.store.format.unpack(fetch.cached)]
 
+    def as_slots_lie(self, scores: Tensor) -> Tensor:
+        """Scores [..., slots] of the cached rows in place, and of the own row behind them, as a
+        selection sees them: the own row's in its slot."""
+        if self.evicts or not self.batch.bucket:
+            return scores
+        placed = scores.clone()
+        placed[..., -1] = float("-inf")
+        return placed.index_copy_(-1, self.batch.column, scores[..., -1:])
+
     def visible(self, fetch: Fetch) -> Tensor | None:
         """Cached rows, in the order of `parts`, that the step may see: bool [batch, 1 or kv, 1, n];
         None for all."""
         if fetch.present is not None:
             return fetch.present[:, :, None]
-        if not self.batch.is_padded and not self.evicts:
+        if not self.batch.hides_columns and not self.evicts:
             return None
         return self.slots()[:, :, None, :-1] < self.batch.positions[:, None, None, None]
 
@@ -386,11 +404,15 @@ class LayerCache:
 
     def write_own(self, packed: Tensor) -> None:
         """Write the packed own row to its slot; in a layer that evicts, to its victim's slot."""
-        own = self.slots_in_use()
         if isinstance(self.state, EvictingState):
-            self.write(packed, self.state.place_own(self.policy.number, own))
+            victim = self.state.place_own(self.policy.number, self.slots_in_use())
+            self.fetcher.forget(victim)
+            self.write(packed, chosen(victim))
+        elif self.batch.bucket:
+            own = self.batch.own_index(self.store.num_kv_heads)
+            self.write(packed, Chosen(own, self.store.heads))
         else:
-            self.write(packed, own)
+            self.write(packed, self.batch.columns)
 
     def write_prompt(self, rows: Tensor) -> None:
         """Write the prompt's packed rows to the first slots."""
@@ -398,25 +420,18 @@ class LayerCache:
         if ticket is not None:
             self.share.under_way.append(ticket)
 
-    def write(self, rows: Tensor, at: int | Tensor) -> Ticket | None:
+    def write(self, rows: Tensor, at: int | Chosen) -> Ticket | None:
         """Write packed rows to the store. Returns the transfer, if they cross a link.
 
-        at: the column of the first row, or the slot of each row, int64 [batch, num_kv_heads, n], -1
-        for none.
+        at: the column of the first row, or the slot of each row.
         """
         store, link = self.store, self.share.link
-        target: int | Chosen
-        moved: int | Chosen
-        if isinstance(at, int):
-            target, moved = at, rows.shape[2]
-        else:
-            self.fetcher.forget(at)
-            target = moved = chosen(at)
         if link is None:
-            store.write(rows, target)
+            store.write(rows, at)
             return None
+        moved = at if isinstance(at, Chosen) else rows.shape[2]
         self.share.traffic.written.add(store.num_rows(moved), store.slot_bytes)
-        return link.write_back(store, rows, target)
+        return link.write_back(store, rows, at)
 
 
 def select(state: State, earlier: State | None, number: int, rows: QueryRows) -> Selection:

@@ -55,8 +55,8 @@ class LiveSession:
     multiple of what a step reads at most; 0, or 1 and more. pinned: host memory is page-locked
     under CUDA, so that transfers can overlap. slabs: page-locked memory by device, for sessions one
     after another, as locking takes seconds: a session takes the slab that it finds and leaves its
-    own, and the caller closes them. timeline: marks the segments of each step. Raises ValueError
-    for combinations without meaning.
+    own, and the caller closes them. timeline: marks the segments of each step. bucket: as in
+    `TokenBatch`. Raises ValueError for combinations without meaning.
 
     Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
     every token; parts: the layers that request a part of the dense layers' rows. reads: what the
@@ -80,6 +80,7 @@ class LiveSession:
         pinned: bool = True,
         slabs: MutableMapping[torch.device, PinnedSlab] | None = None,
         timeline: Timeline | None = None,
+        bucket: int = 0,
     ) -> None:
         check_combination(method, placement, gpu_cache)
         crosses = placement in BEHIND_LINK
@@ -100,6 +101,7 @@ class LiveSession:
                 f"placement={placement}: {method.title} selects by the true scores of all keys"
             )
         self.max_new_tokens = max_new_tokens
+        self.bucket = bucket
         self.codec = self.plan.coded
         self.link = link if crosses else None
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
@@ -168,6 +170,8 @@ class LiveSession:
         if self.steps >= self.max_new_tokens:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: all of them have been decoded")
         is_last = self.steps + 2 >= self.max_new_tokens
+        for share in self.shares.values():
+            share.batch.begin()
         step = DecodeStep(self.caches, self.parts, self.timeline, is_last=is_last)
         step.begin()
         positions = self.batch.positions
@@ -385,7 +389,7 @@ class LiveSession:
         attached.require_even(real)
         batches: dict[torch.device, TokenBatch] = {}
         for device in attached.devices:
-            batches[device] = TokenBatch(real.to(device), self.max_new_tokens)
+            batches[device] = TokenBatch(real.to(device), self.max_new_tokens, self.bucket)
         first = batches[attached.devices[0]]
         rooms = self.plan.rooms(first.counts)
         states = new_states(attached, method, first.lengths, self.plan.calibration)
@@ -465,6 +469,8 @@ class LiveSession:
             share.home = share.link.disk.new_file(blocks)
         for store in stores.values():
             store.allocate(share.home)
+            if self.bucket:
+                store.clear()  # slots are read before they are written, and must be numbers
         if share.device.type == "cuda":
             _compile_kernels(share, [*stores.values()])
 
@@ -498,7 +504,8 @@ def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:
             kernels.warm(store.slots, share.device, store.tuning)
     nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=share.device)
     if share.rooms is not None:
-        GpuCache([1], 1, share.device).request(nothing, nothing.int(), 1)
+        tokens, column = nothing.int(), share.batch.column
+        GpuCache([1], 1, share.device).request(nothing, tokens, column, 1)
     else:
         indices(nothing, 1)
 

@@ -1,0 +1,232 @@
+"""A decode step that can be recorded once and replayed: with `bucket` neighbouring steps are one program.
+
+Seen twice without a GPU: two steps queue the same operations on the same memory (tensors without values), and a step
+that was written down on a CPU gives the next steps' logits when it runs again from its own storages alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness.decode.links import Link
+from harness.decode.store import KVStore
+from harness.model.attach import attach
+from methods.prompt_evicting import PromptEvicting
+from tests.cases import CASES, WIDE
+from tests.decode.test_fake_cuda import fake_tiny, gpu, opened  # noqa: F401
+from tests.fake_cuda import LIBC10, Program
+from tests.living import PROMPTS, attached_with_link, largest_difference, live, open_live, tiny, token_batch
+
+STEPS = 10
+
+# Two steps
+
+EAGER = {
+    "kivi": "groups of tokens are packed in some steps",
+    "shadowkv": "a step reads the rows that stay on the device, one more in each",
+    "retroinfer": "clusters are made in some steps",
+    "triattention-all": "tokens leave in some steps",
+    "random-all": "tokens leave in some steps",
+    "rkv": "tokens leave in some steps",
+    **dict.fromkeys(("projected", "following", "biased"), "a method of one's own, which does not say that it may"),
+}
+"""The cases whose steps are not replayed, and why."""
+REPLAYED = [name for name in WIDE if name not in EAGER]
+CHECKED = [name for name in REPLAYED if name == "snapkv" or type(CASES[name].method).__base__ is not PromptEvicting]
+"""Methods that evict after the prompt alone have one `select`: one of them stands for all."""
+
+
+def test_each_method_says_whether_its_steps_are_replayed():
+    for name in WIDE:
+        state = CASES[name].method.state
+        assert state is None or state.replayable == (name in REPLAYED)
+
+
+@pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
+@pytest.mark.parametrize(
+    ("name", "gpu_cache"), [*((name, 0) for name in CHECKED), ("infinigen", 1), ("infinigen-sampled", 1)]
+)
+def test_neighbouring_steps_are_one_program(gpu, name, gpu_cache):  # noqa: F811
+    """Two buffers take turns, so that of three layers' steps every other one has the same."""
+    pytest.importorskip("triton")
+    case = CASES[name]
+    placement = "device" if case.method.when == "true_scores" else "host"
+    options = {"codec": case.codec, "placement": placement, "gpu_cache": gpu_cache, "bucket": STEPS}
+    with opened(gpu, fake_tiny("llama"), PROMPTS["even"], case.method, steps=STEPS, **options) as (session, token):
+        known, programs = {}, []
+        for _ in range(4):
+            with Program(known) as program:
+                session.decode_step(token)
+            programs.append(program.entries)
+        assert programs[1] and programs[1] == programs[3]
+
+
+# A step that is written down
+
+
+class Tape(TorchDispatchMode):
+    """The operations of a step, which can run again on the storages that they had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Callable[[], None]] = []
+        self.is_recording = False
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operation(*args, **(kwargs or {}))
+        name = operation._schema.name
+        assert "_local_scalar" not in name, f"{name} waits for a value"
+        if operation._schema.is_mutable:
+            self.write_down(operation, args, kwargs or {}, [])
+        elif "empty" not in name:
+            self.write_down(operation, args, kwargs or {}, out)
+        return out
+
+    def record(self, step: Callable[[], Tensor]) -> Tensor:
+        self.is_recording = True
+        with self:
+            out = step()
+        self.is_recording = False
+        return out
+
+    def as_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function as one entry, as a kernel is: on a CPU it is numpy's, or asks for values."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_recording:
+                return function(*args, **kwargs)
+            with torch.utils._python_dispatch._disable_current_modes():
+                self.is_recording = False
+                out = function(*args, **kwargs)
+                self.is_recording = True
+            self.write_down(function, args, kwargs, out)
+            return out
+
+        return call
+
+    def write_down(self, function: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
+        given = {_storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        if made and {_storage(each) for each in made} <= given:
+            return  # a view
+
+        def again() -> None:
+            new = [each for each in tree_leaves(function(*args, **kwargs)) if isinstance(each, Tensor)]
+            for target, source in zip(made, new, strict=bool(made)):
+                target.copy_(source)
+
+        self.entries.append(again)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class NowLink(Link):
+    """Moves at once."""
+
+    def start(self, move: Callable[[], object], used: Any) -> None:
+        move()
+
+    def finish(self, started: None) -> None:
+        pass
+
+    wait_moved = finish
+
+    def drain(self) -> None:
+        pass
+
+    close = drain
+
+
+KERNELS = (
+    "missing_rows",
+    "num_true",
+    "indices",
+    "largest",
+    "hide",
+    "at_least",
+    "ascending",
+    "summed_probs",
+    "coded_scores",
+    "lasting_numbers",
+    "sampled",
+    "ranked",
+    "log_weights",
+)
+"""Functions that a GPU runs as kernels, wherever they are imported."""
+
+
+def steps_of(name: str, gpu_cache: float, *, replayed: bool) -> Tensor:
+    """Logits of nine forced steps; the last five by the tape of the fourth."""
+    ids, real = token_batch(PROMPTS["padded"], STEPS)
+    columns = ids.shape[1] - STEPS
+    tape, logits = Tape(), []
+    with pytest.MonkeyPatch.context() as patch, attach(tiny("gqa")) as attached:
+        for method in ("load", "write"):
+            patch.setattr(KVStore, method, tape.as_one(getattr(KVStore, method)))
+        for module in [module for path, module in sys.modules.items() if path.startswith(("harness.", "methods."))]:
+            for function in KERNELS:
+                if function in vars(module):
+                    patch.setattr(module, function, tape.as_one(getattr(module, function)))
+        options = {"placement": "host", "gpu_cache": gpu_cache, "link": NowLink(), "bucket": STEPS}
+        with closing(open_live(attached, CASES[name], STEPS, **options)) as session, torch.inference_mode():
+            session.prefill(ids[:, :columns], real[:, :columns])
+            token = ids[:, columns].clone()
+            for step in range(9):
+                token.copy_(ids[:, columns + step])
+                if replayed and step == 3:
+                    out = tape.record(lambda: session.decode_step(token))
+                elif replayed and step > 3:
+                    for again in tape.entries:
+                        again()
+                else:
+                    out = session.decode_step(token)
+                logits.append(out.clone())
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu_cache"),
+    [
+        ("full", 0),
+        ("int4", 0),
+        ("h2o", 0),
+        ("infinigen", 0),
+        ("infinigen", 1.5),
+        ("infinigen+int4", 0),
+        ("infinigen-sampled", 1.5),
+        ("infinigen-pair", 0),
+        ("quest", 0),
+        ("rocketkv", 0),
+        ("pool-counter", 0),
+    ],
+)
+def test_a_step_that_is_written_down_gives_the_next_ones(name, gpu_cache):
+    expected = steps_of(name, gpu_cache, replayed=False)
+    assert torch.equal(steps_of(name, gpu_cache, replayed=True), expected)
+
+
+# Buckets
+
+
+@pytest.mark.parametrize("name", ["full", "int4", "h2o-fills", "snapkv-both", "infinigen-step", "oracle", "retroinfer"])
+@pytest.mark.parametrize("prompts", PROMPTS)
+def test_a_bucket_changes_no_number(name, prompts):
+    """Columns behind the step's own are hidden: the sums are the same but for rounding."""
+    placement = "device" if CASES[name].method.when == "true_scores" else "host"
+    with attached_with_link() as (attached, link):
+        expected = live(attached, CASES[name], PROMPTS[prompts], placement=placement, link=link)
+        for bucket in (3, STEPS):
+            found = live(attached, CASES[name], PROMPTS[prompts], placement=placement, link=link, bucket=bucket)
+            assert largest_difference(found.logits, expected.logits) <= 1e-5
+            assert found[1:] == pytest.approx(expected[1:])
