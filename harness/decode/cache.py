@@ -21,7 +21,15 @@ from torch import Tensor
 
 from harness.decode.links import Ticket
 from harness.decode.share import DeviceShare
-from harness.decode.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
+from harness.decode.store import (
+    Chosen,
+    KeyValue,
+    KVStore,
+    SlotRequest,
+    chosen,
+    indices,
+    num_true,
+)
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import Policy, check_selection, take_prompt
 from methods.base import (
@@ -84,18 +92,27 @@ class Fetcher:
         """Bytes that stay on the device under every placement, buffers aside."""
         return 0
 
-    def request_first(self, count: int) -> None:
-        """Request the first `count` slots of every head. Without a link they are read in place."""
+    def request_first(self, count: int, last: Chosen | None = None) -> None:
+        """Request the first `count` slots of every head. Without a link they are read in place.
+
+        last: of the last slots those that hold a token, if not all do. They come row by row, the
+        others in one piece.
+        """
         if self.share.link is None:
             self.fetch = Fetch(count, self.store.slots[:, :, : count + 1], in_place=True)
-        else:
-            self._load_into_buffer(count, count)
+            return
+        whole = num_whole(count, last)
+        fetch = self._take_buffer(count)
+        self.load(whole, fetch.rows[:, :, :whole])
+        if last is not None:
+            self.load(last, fetch.rows[:, :, whole:count])
 
     def request_slots(self, slots: Tensor, present: Tensor, num_rows: int | Tensor) -> Fetch:
         """Request slots one by one. slots: int64 [batch, num_kv_heads, n], the slot of each row;
         present: bool of the same shape, False where the slot is -1; num_rows: as in `Chosen`."""
-        fetch = self._load_into_buffer(Chosen(slots, num_rows), slots.shape[-1])
+        fetch = self._take_buffer(slots.shape[-1])
         fetch.present = present
+        self.load(Chosen(slots, num_rows), fetch.cached)
         return fetch
 
     def request_selected(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
@@ -113,8 +130,8 @@ class Fetcher:
     def forget(self, slots: Tensor) -> None:
         """Drop copies of slots that are written anew, with a GPU cache."""
 
-    def _load_into_buffer(self, request: int | Chosen, count: int) -> Fetch:
-        """Start a request of `count` rows that comes in one piece.
+    def _take_buffer(self, count: int) -> Fetch:
+        """Begin a fetch of `count` rows.
 
         The shared buffer that it takes is the one that was read longest ago. Requests need not come
         in the order of the layers: a prediction for the next layer comes before a layer's own.
@@ -122,19 +139,18 @@ class Fetcher:
         store, free = self.store, self.share.free
         shared = free.pop(0) if free else None
         buffer = store.new_buffer(count) if shared is None else shared
-        fetch = Fetch(count, store.rows_in(buffer, count), shared=shared)
-        self.fetch = fetch
-        self.load(fetch, request)
-        return fetch
+        self.fetch = Fetch(count, store.rows_in(buffer, count), shared=shared)
+        return self.fetch
 
-    def load(self, fetch: Fetch, request: int | Chosen) -> None:
-        """Start to load slots into the buffer of a fetch."""
+    def load(self, request: SlotRequest, rows: Tensor) -> None:
+        """Start to load slots into `rows` of the fetch."""
         store, link = self.store, self.share.link
+        assert self.fetch is not None, "a fetch begins before its rows are loaded"
         if link is None:
-            store.load(request, fetch.cached)
+            store.load(request, rows)
         else:
-            ticket = link.prefetch(store, request, fetch.cached)
-            fetch.moving.append((ticket, store.num_rows(request)))
+            ticket = link.prefetch(store, request, rows)
+            self.fetch.moving.append((ticket, store.num_rows(request)))
 
     def take(self) -> Fetch:
         """The requested rows; the work that is queued next waits for them."""
@@ -163,17 +179,17 @@ class AheadFetcher(Fetcher):
         super().__init__(share, store)
         self.buffer = share.new_buffer(store, store.capacity)
 
-    def request_first(self, count: int) -> None:
-        self.request_columns(count, 0, count)
+    def request_first(self, count: int, last: Chosen | None = None) -> None:
+        self.request_columns(count, slice(0, num_whole(count, last)), last)
 
-    def request_columns(self, count: int, begin: int, end: int) -> None:
-        """Request the columns from `begin` to `end` of the first `count` slots."""
+    def request_columns(self, count: int, columns: slice, last: Chosen | None) -> None:
+        """Request some columns of the first `count` slots, and behind them `last`, as in
+        `request_first`."""
         if self.fetch is None:
             self.fetch = Fetch(count, self.store.rows_in(self.buffer, count))
-        columns = slice(begin, end)
-        assert self.share.link is not None, "dense rows cross ahead of their layer over a link"
-        ticket = self.share.link.prefetch(self.store, columns, self.fetch.rows[:, :, columns])
-        self.fetch.moving.append((ticket, (end - begin) * self.store.heads))
+        self.load(columns, self.fetch.rows[:, :, columns])
+        if last is not None:
+            self.load(last, self.fetch.rows[:, :, columns.stop : count])
 
 
 class AheadPart:
@@ -188,16 +204,23 @@ class AheadPart:
         self.fetchers = fetchers
 
     def request(self, count: int) -> None:
-        """Request the part of the first `count` slots of all dense layers."""
-        columns = len(self.fetchers) * count  # of all layers, one after another
-        first = columns * self.number // self.num_parts
-        last = columns * (self.number + 1) // self.num_parts
+        """Request the part of the first `count` slots of all dense layers, for the next step. What
+        comes row by row is requested behind the last column that comes in one piece."""
         for place, fetcher in enumerate(self.fetchers):
-            before = place * count
-            begin = min(max(first - before, 0), count)
-            end = min(max(last - before, 0), count)
-            if begin < end:
-                fetcher.request_columns(count, begin, end)
+            last = fetcher.share.batch.generated(fetcher.store.num_kv_heads, steps_ahead=1)
+            whole = num_whole(count, last)
+            columns = len(self.fetchers) * whole  # of all layers, one after another
+            before = place * whole
+            begin = columns * self.number // self.num_parts - before
+            end = columns * (self.number + 1) // self.num_parts - before
+            part = slice(min(max(begin, 0), whole), min(max(end, 0), whole))
+            if part.start < part.stop:
+                fetcher.request_columns(count, part, last if part.stop == whole else None)
+
+
+def num_whole(count: int, last: Chosen | None) -> int:
+    """Of the first `count` slots those that come in one piece: all but the `last`."""
+    return count if last is None else count - last.slots.shape[-1]
 
 
 class LayerCache:
@@ -304,7 +327,7 @@ class LayerCache:
             return
         first = self.slots_in_use() if self.evicts else self.batch.columns
         own: slice | Tensor = slice(first, first + 1)
-        if self.batch.bucket and self.state.replayable and not self.evicts:
+        if self.batch.bucket and not self.evicts:
             own = self.batch.column
         self.state.append(self.policy.number, key, value, self.batch.positions[:, None], own)
 
@@ -360,6 +383,9 @@ class LayerCache:
         """Request every slot that holds a token. Where sequences or heads keep different numbers,
         slot by slot."""
         count, number = self.slots_in_use(steps_ahead), self.policy.number
+        last: Chosen | None = None
+        if not self.evicts:
+            last = self.batch.generated(self.store.num_kv_heads, steps_ahead)
         if isinstance(self.state, EvictingState):
             numbers: set[float | None] = set()
             for row in self.batch.rows_of_bucket(steps_ahead):
@@ -370,7 +396,7 @@ class LayerCache:
                 own_slot = torch.arange(count, device=held.device)  # the row of each slot
                 self.fetcher.request_slots(torch.where(held, own_slot, -1), held, num_true(held))
                 return
-        self.fetcher.request_first(count)
+        self.fetcher.request_first(count, last)
 
     # Attend
 

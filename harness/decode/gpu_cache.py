@@ -146,7 +146,7 @@ class GpuCacheFetcher(Fetcher):
         column = self.share.batch.column
         request, fetch.present = self.gpu_cache.request(mask, self.tokens, column, most)
         self.fetch = fetch
-        self.load(fetch, request)
+        self.load(request, fetch.cached)
         _, num_missed = fetch.moving[-1]
         self.share.traffic.missed.add(num_missed, self.store.slot_bytes)
         return fetch, self.gpu_cache.slots

@@ -42,7 +42,7 @@ from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method, State
-from methods.codecs.split import CacheCodec, SplitCodec
+from methods.codecs.split import CacheCodec, SplitCodec, every_codec
 
 
 class LiveSession:
@@ -56,7 +56,8 @@ class LiveSession:
     under CUDA, so that transfers can overlap. slabs: page-locked memory by device, for sessions one
     after another, as locking takes seconds: a session takes the slab that it finds and leaves its
     own, and the caller closes them. timeline: marks the segments of each step. bucket: as in
-    `TokenBatch`. Raises ValueError for combinations without meaning.
+    `TokenBatch`, where nothing speaks against it (`why_eager`). Raises ValueError for combinations
+    without meaning.
 
     Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
     every token; parts: the layers that request a part of the dense layers' rows. reads: what the
@@ -101,10 +102,10 @@ class LiveSession:
                 f"placement={placement}: {method.title} selects by the true scores of all keys"
             )
         self.max_new_tokens = max_new_tokens
-        self.bucket = bucket
         self.codec = self.plan.coded
         self.link = link if crosses else None
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
+        self.bucket = 0 if self.why_eager() else bucket
         self.leaves_slabs = slabs is not None
         self.slabs = {} if slabs is None else slabs
         self.timeline = timeline or Timeline(attached.device)
@@ -250,6 +251,22 @@ class LiveSession:
         self.clock.begin_prompt(num_rows)
         for use in self.link_uses:
             use.begin()
+
+    def why_eager(self) -> str | None:
+        """Why no decode step can be replayed in place of a neighbour, in words; None: one can."""
+        state, device = self.method.state, self.attached.device
+        links = self.link.values() if isinstance(self.link, Mapping) else [self.link]
+        if state is not None and not state.replayable:
+            return f"{self.method.title} does not say that its steps are replayable"
+        if any(each.residual for each in every_codec(self.codec)):
+            return "the codec packs groups of tokens in some steps"
+        if self.placement == "disk" or any(each and not each.overlap for each in links):
+            return "the host moves rows within a step"
+        if self.placement == "host" and device.type == "cuda" and not self.pinned:
+            return "the host waits for transfers from memory that is not page-locked"
+        if self.attached.decoder.recurrent or len(self.attached.devices) > 1:
+            return "the model has recurrent layers or lies on several devices"
+        return None
 
     @property
     def batch(self) -> TokenBatch:
@@ -469,7 +486,7 @@ class LiveSession:
             share.home = share.link.disk.new_file(blocks)
         for store in stores.values():
             store.allocate(share.home)
-            if self.bucket:
+            if self.bucket and self.link is None:
                 store.clear()  # slots are read before they are written, and must be numbers
         if share.device.type == "cuda":
             _compile_kernels(share, [*stores.values()])

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.decode.disk import DiskFile
 from harness.decode.links import Link, Ticket
 from harness.decode.memory import PinnedSlab
-from harness.decode.store import KVStore
+from harness.decode.store import Chosen, KVStore, chosen
 from methods.base import EMPTY, Lengths, PromptRows, State, TokenCounts
 
 LAYERS_UNDER_WAY = 2
@@ -83,6 +83,7 @@ class TokenBatch:
         self.positions = self.column - self._padding
         self.row_positions = self.positions[:, None].int()
         self._own_index: dict[int, Tensor] = {}
+        self._generated: dict[tuple[int, int], Chosen] = {}
 
     @property
     def columns(self) -> int:
@@ -120,6 +121,19 @@ class TokenBatch:
             # A copy: the column moves on while the link may still read it.
             self._own_index[num_kv_heads] = index.clone(memory_format=torch.contiguous_format)
         return self._own_index[num_kv_heads]
+
+    def generated(self, num_kv_heads: int, steps_ahead: int = 0) -> Chosen | None:
+        """The slots of the generated tokens that a later step reads, and -1 for the columns behind
+        them in its views; made once a step. None where views end with them: without buckets."""
+        first, end = self.real.shape[1], self.limit(steps_ahead) - 1
+        if not self.bucket or first == end:
+            return None
+        key = num_kv_heads, steps_ahead
+        if key not in self._generated:
+            columns = self.slots[..., first:end]
+            slots = torch.where(columns < self.column + steps_ahead, columns, -1)
+            self._generated[key] = chosen(slots.expand(-1, num_kv_heads, -1).contiguous())
+        return self._generated[key]
 
     def rows(self, steps: int) -> list[TokenCounts]:
         """As `BatchLengths.rows`."""

@@ -24,7 +24,17 @@ from methods.prompt_evicting import PromptEvicting
 from tests.cases import CASES, WIDE
 from tests.decode.test_fake_cuda import fake_tiny, gpu, opened  # noqa: F401
 from tests.fake_cuda import LIBC10, Program
-from tests.living import PROMPTS, attached_with_link, largest_difference, live, open_live, tiny, token_batch
+from tests.living import (
+    PROMPTS,
+    Crossed,
+    LatestLink,
+    attached_with_link,
+    largest_difference,
+    live,
+    open_live,
+    tiny,
+    token_batch,
+)
 
 STEPS = 10
 
@@ -45,10 +55,12 @@ CHECKED = [name for name in REPLAYED if name == "snapkv" or type(CASES[name].met
 """Methods that evict after the prompt alone have one `select`: one of them stands for all."""
 
 
-def test_each_method_says_whether_its_steps_are_replayed():
-    for name in WIDE:
-        state = CASES[name].method.state
-        assert state is None or state.replayable == (name in REPLAYED)
+def test_steps_that_cannot_be_replayed_have_no_bucket():
+    with attach(tiny("gqa")) as attached:
+        for name in WIDE:
+            session = open_live(attached, CASES[name], bucket=STEPS)
+            assert bool(session.why_eager()) == (name in EAGER)
+            assert session.bucket == (0 if name in EAGER else STEPS)
 
 
 @pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
@@ -63,6 +75,8 @@ def test_neighbouring_steps_are_one_program(gpu, name, gpu_cache):  # noqa: F811
     options = {"codec": case.codec, "placement": placement, "gpu_cache": gpu_cache, "bucket": STEPS}
     with opened(gpu, fake_tiny("llama"), PROMPTS["even"], case.method, steps=STEPS, **options) as (session, token):
         known, programs = {}, []
+        with Program(known) as program:
+            program.note("buffers", [share.buffers for share in session.shares.values()])
         for _ in range(4):
             with Program(known) as program:
                 session.decode_step(token)
@@ -219,7 +233,7 @@ def test_a_step_that_is_written_down_gives_the_next_ones(name, gpu_cache):
 # Buckets
 
 
-@pytest.mark.parametrize("name", ["full", "int4", "h2o-fills", "snapkv-both", "infinigen-step", "oracle", "retroinfer"])
+@pytest.mark.parametrize("name", ["full", "int4", "h2o-fills", "snapkv-both", "infinigen-step", "oracle"])
 @pytest.mark.parametrize("prompts", PROMPTS)
 def test_a_bucket_changes_no_number(name, prompts):
     """Columns behind the step's own are hidden: the sums are the same but for rounding."""
@@ -230,3 +244,16 @@ def test_a_bucket_changes_no_number(name, prompts):
             found = live(attached, CASES[name], PROMPTS[prompts], placement=placement, link=link, bucket=bucket)
             assert largest_difference(found.logits, expected.logits) <= 1e-5
             assert found[1:] == pytest.approx(expected[1:])
+
+
+@pytest.mark.parametrize("name", ["full", "int4", "h2o-fills", "infinigen", "kascade"])
+def test_a_bucket_moves_no_byte_more(name):
+    """Also under a link that moves everything as late as it may."""
+    moved, logits = [], []
+    for bucket, other in ((0, None), (STEPS, None), (STEPS, LatestLink())):
+        with attached_with_link() as (attached, link), Crossed() as crossed:
+            options = {"placement": "host", "link": other or link, "bucket": bucket}
+            logits.append(live(attached, CASES[name], PROMPTS["padded"], **options).logits)
+        moved.append([*crossed.loaded.values(), *crossed.written.values()])
+    assert moved[0] == moved[1] == moved[2]
+    assert torch.equal(logits[1], logits[2])
