@@ -140,10 +140,12 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         note("wait_stream", [self.number, other.number])
+        Capture.waits(self, Capture.current if Capture.holds(other) else None)
         self.clock |= other.clock
 
     def wait_event(self, event: Event) -> None:
         note("wait_event", [self.number])
+        Capture.waits(self, event.capture)
         self.clock |= event.clock
 
     def synchronize(self) -> None:
@@ -152,6 +154,7 @@ class Stream:
 
 def host_reaches(clock: Counter[int]) -> None:
     """The host waits for these operations. Freed memory that they used is free from now on."""
+    Capture.refuse_if(Capture.current is not None, "the host waits within a capture")
     Stream.host |= clock
     Stream.waits.append(place())
     Streams.used = [(storage, used) for storage, used in Streams.used if not used <= Stream.host]
@@ -162,10 +165,13 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.clock: Counter[int] = Counter()
+        self.capture: Capture | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         note("record", [(stream or Streams.current()).number])
-        self.clock = Counter((stream or Streams.current()).clock)
+        stream = stream or Streams.current()
+        self.clock = Counter(stream.clock)
+        self.capture = Capture.current if Capture.holds(stream) else None
 
     def synchronize(self) -> None:
         host_reaches(self.clock)
@@ -175,6 +181,48 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         return 0.0
+
+
+class Capture:
+    """torch.cuda.graph: what is queued on the current stream, and on those that wait for it, is captured.
+
+    It refuses what CUDA refuses: waits of the host, of a captured stream for one that is not, and a stream that the
+    captured one does not wait for at the end.
+    """
+
+    current: Capture | None = None
+
+    def __init__(self, graph: object = None, **_: Any) -> None:
+        self.streams: list[Stream] = []
+
+    def __enter__(self) -> Capture:
+        self.streams.append(Streams.current())
+        Capture.current = self
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        Capture.current = None
+        first, *others = self.streams
+        unjoined = any(first.clock[each.number] < each.clock[each.number] for each in others)
+        Capture.refuse_if(kind is None and unjoined, "a stream is left unjoined")
+
+    @staticmethod
+    def holds(stream: Stream) -> bool:
+        return Capture.current is not None and stream in Capture.current.streams
+
+    @staticmethod
+    def waits(stream: Stream, source: Capture | None) -> None:
+        """A stream waits for what was queued within a capture, or outside of any."""
+        if Capture.current is None:
+            return
+        if source is Capture.current and not Capture.holds(stream):
+            Capture.current.streams.append(stream)
+        Capture.refuse_if(source is not Capture.current and Capture.holds(stream), "a wait for what is outside")
+
+    @staticmethod
+    def refuse_if(is_refused: bool, why: str) -> None:
+        if is_refused:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
 
 
 class CurrentDevice:
@@ -237,11 +285,12 @@ def fake_streams() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(torch.cuda, "device", CurrentDevice)
         patch.setattr(torch.cuda, "current_device", lambda: CurrentDevice.index)
         patch.setattr(torch.cuda, "stream", Streams.on)
+        patch.setattr(torch.cuda, "graph", Capture)
         patch.setattr(torch.cuda, "current_stream", Streams.current)
         patch.setattr(torch.cuda, "synchronize", Streams.synchronize)
         patch.setattr(torch.Tensor, "record_stream", Streams.record)
         Streams.stack, Streams.recorded, Streams.used = [Stream()], set(), []
-        Stream.host, Stream.waits = Counter(), []
+        Stream.host, Stream.waits, Capture.current = Counter(), [], None
         yield patch
         Streams.used = []
 
@@ -482,6 +531,9 @@ class Trace(TorchDispatchMode):
 
     def count(self, name: str, *given: Any) -> None:
         """Something is launched on the current stream."""
+        Capture.refuse_if(
+            Capture.current is not None and not Capture.holds(Streams.current()), f"{name} runs beside the capture"
+        )
         note(name, given)
         Streams.current().tick()
         launched = self.launches if Streams.current() is Streams.stack[0] else self.link

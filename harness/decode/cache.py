@@ -86,6 +86,7 @@ class Fetcher:
         self.share = share
         self.store = store
         self.fetch: Fetch | None = None
+        self._of_pending: dict[str, Tensor] = {}
 
     @property
     def device_bytes(self) -> int:
@@ -151,6 +152,31 @@ class Fetcher:
         else:
             ticket = link.prefetch(store, request, rows)
             self.fetch.moving.append((ticket, store.num_rows(request)))
+
+    def settle(self) -> None:
+        """Wait for the rows under way, and keep what is known of them where the next step looks for
+        it, so that it needs nothing else of this one."""
+        fetch = self.fetch
+        if fetch is None:
+            return
+        for ticket, _ in fetch.moving:
+            ticket.wait()
+        fetch.present = self._kept("present", fetch.present)
+        fetch.bias = self._kept("bias", fetch.bias)
+        for place, (ticket, num_rows) in enumerate(fetch.moving):
+            if isinstance(num_rows, Tensor):
+                fetch.moving[place] = ticket, self._kept(f"rows of {place}", num_rows)
+
+    def _kept(self, name: str, value: Tensor | None) -> Tensor | None:
+        """A tensor of its own for what is kept under this name."""
+        if value is None:
+            return None
+        kept = self._of_pending.get(name)
+        if kept is None or kept.shape != value.shape:
+            kept = self._of_pending[name] = value.clone()
+        else:
+            kept.copy_(value)
+        return kept
 
     def take(self) -> Fetch:
         """The requested rows; the work that is queued next waits for them."""

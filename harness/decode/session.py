@@ -183,10 +183,24 @@ class LiveSession:
         for share in self.shares.values():
             share.batch.advance()
         logits = self.attached.logits(hidden[:, -1])
+        if self.bucket:
+            self._settle()
         self.clock.mark()
         for use in self.link_uses:
             use.mark()
         return logits
+
+    def _settle(self) -> None:
+        """End a step that may be recorded: nothing that it began goes on behind it."""
+        for count in self.traffic.counts:
+            count.sum()  # they may be kept where the next step's come
+        for share in self.shares.values():
+            with launching_on(share.device):
+                for cache in self.caches:
+                    if isinstance(cache, LayerCache) and cache.share is share:
+                        cache.fetcher.settle()
+                if share.link is not None:
+                    share.link.join()
 
     @torch.inference_mode()
     def fork(self) -> LiveSession:

@@ -158,8 +158,10 @@ class RowCount:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._num_rows: dict[int, int | Tensor] = {}
+        self._num_rows: dict[int, int] = {}
         """By the bytes of a row."""
+        self._on_device: dict[int, Tensor] = {}
+        """The same of numbers that lie on devices, in place."""
         self._counts: dict[tuple[int, torch.device], list[Tensor]] = {}
 
     def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
@@ -170,24 +172,29 @@ class RowCount:
         counts = self._counts.setdefault((row_bytes, num_rows.device), [])
         counts.append(num_rows)
         if len(counts) == COUNTS_AT_ONCE:
-            self._sum()
+            self.sum()
 
     @property
     def num_rows(self) -> int | Tensor:
         """So far; 0-d on the device if a count was there."""
-        self._sum()
-        return sum(self._num_rows.values())
+        self.sum()
+        return sum([*self._num_rows.values(), *self._on_device.values()])
 
     @property
     def num_bytes(self) -> int | Tensor:
         """As `num_rows`."""
-        self._sum()
-        return sum(num_rows * row_bytes for row_bytes, num_rows in self._num_rows.items())
+        self.sum()
+        counts = [*self._num_rows.items(), *self._on_device.items()]
+        return sum(num_rows * row_bytes for row_bytes, num_rows in counts)
 
-    def _sum(self) -> None:
+    def sum(self) -> None:
+        """Add up the numbers that lie on devices."""
         for (row_bytes, _), counts in self._counts.items():
             total = torch.cat([count.flatten() for count in counts]).sum().to(self.device)
-            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + total
+            if row_bytes in self._on_device:
+                self._on_device[row_bytes] += total
+            else:
+                self._on_device[row_bytes] = total
         self._counts.clear()
 
 
@@ -207,6 +214,10 @@ class Traffic:
         self.late = RowCount(device)
         self.missed = RowCount(device)
         self.block_bytes = 0
+
+    @property
+    def counts(self) -> list[RowCount]:
+        return [self.loaded, self.written, self.late, self.missed]
 
 
 class DeviceShare:
