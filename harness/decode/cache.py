@@ -161,22 +161,22 @@ class Fetcher:
             return
         for ticket, _ in fetch.moving:
             ticket.wait()
-        fetch.present = self._kept("present", fetch.present)
-        fetch.bias = self._kept("bias", fetch.bias)
+        if fetch.present is not None:
+            fetch.present = self._kept("present", fetch.present)
+        if fetch.bias is not None:
+            fetch.bias = self._kept("bias", fetch.bias)
         for place, (ticket, num_rows) in enumerate(fetch.moving):
             if isinstance(num_rows, Tensor):
                 fetch.moving[place] = ticket, self._kept(f"rows of {place}", num_rows)
 
-    def _kept(self, name: str, value: Tensor | None) -> Tensor | None:
-        """A tensor of its own for what is kept under this name."""
-        if value is None:
-            return None
+    def _kept(self, name: str, value: Tensor) -> Tensor:
+        """A copy of `value`, in the place of the last one of this name."""
         kept = self._of_pending.get(name)
         if kept is None or kept.shape != value.shape:
-            kept = self._of_pending[name] = value.clone()
+            self._of_pending[name] = value.clone()
         else:
             kept.copy_(value)
-        return kept
+        return self._of_pending[name]
 
     def take(self) -> Fetch:
         """The requested rows; the work that is queued next waits for them."""
@@ -410,7 +410,7 @@ class LayerCache:
         slot by slot."""
         count, number = self.slots_in_use(steps_ahead), self.policy.number
         last: Chosen | None = None
-        if not self.evicts:
+        if self.share.link is not None and not self.evicts:
             last = self.batch.generated(self.store.num_kv_heads, steps_ahead)
         if isinstance(self.state, EvictingState):
             numbers: set[float | None] = set()

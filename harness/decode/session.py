@@ -8,6 +8,7 @@ page on which a step can be read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
 from itertools import pairwise
@@ -21,6 +22,7 @@ from harness.decode import memory
 from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
 from harness.decode.disk import BLOCK_BYTES, DiskFile
 from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
+from harness.decode.graphs import StepGraphs
 from harness.decode.links import DiskLink, Link, Links, LinkUse, link_of
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
 from harness.decode.needs import Plan, sizes_of
@@ -44,6 +46,8 @@ from harness.settings.systems import check_combination
 from methods.base import Calibration, Method, State
 from methods.codecs.split import CacheCodec, SplitCodec, every_codec
 
+log = logging.getLogger(__name__)
+
 
 class LiveSession:
     """One batch of sequences under one method, decoded one token a step.
@@ -56,8 +60,8 @@ class LiveSession:
     under CUDA, so that transfers can overlap. slabs: page-locked memory by device, for sessions one
     after another, as locking takes seconds: a session takes the slab that it finds and leaves its
     own, and the caller closes them. timeline: marks the segments of each step. bucket: as in
-    `TokenBatch`, where nothing speaks against it (`why_eager`). Raises ValueError for combinations
-    without meaning.
+    `TokenBatch`, where nothing speaks against it (`why_eager`). graphs: with a bucket, steps are
+    recorded and replayed (`StepGraphs`). Raises ValueError for combinations without meaning.
 
     Set by the prompt: shares: by device. caches: of each attention layer; stores: of those that see
     every token; parts: the layers that request a part of the dense layers' rows. reads: what the
@@ -82,6 +86,7 @@ class LiveSession:
         slabs: MutableMapping[torch.device, PinnedSlab] | None = None,
         timeline: Timeline | None = None,
         bucket: int = 0,
+        graphs: bool = False,
     ) -> None:
         check_combination(method, placement, gpu_cache)
         crosses = placement in BEHIND_LINK
@@ -105,7 +110,11 @@ class LiveSession:
         self.codec = self.plan.coded
         self.link = link if crosses else None
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
-        self.bucket = 0 if self.why_eager() else bucket
+        why_eager = self.why_eager()
+        if graphs and why_eager:
+            log.warning("decode steps run by Python, not as CUDA graphs: %s", why_eager)
+        self.bucket = 0 if why_eager else bucket
+        self.graphs = StepGraphs(self) if self.bucket and graphs else None
         self.leaves_slabs = slabs is not None
         self.slabs = {} if slabs is None else slabs
         self.timeline = timeline or Timeline(attached.device)
@@ -170,10 +179,22 @@ class LiveSession:
         the next."""
         if self.steps >= self.max_new_tokens:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: all of them have been decoded")
-        is_last = self.steps + 2 >= self.max_new_tokens
+        logits = self.run_step(ids) if self.graphs is None else self.graphs.step(ids)
+        self.clock.mark()
+        for use in self.link_uses:
+            use.mark()
+        return logits
+
+    @property
+    def is_last_step(self) -> bool:
+        """True if no step follows the next one."""
+        return self.steps + 2 >= self.max_new_tokens
+
+    def run_step(self, ids: Tensor) -> Tensor:
+        """`decode_step` by Python."""
         for share in self.shares.values():
             share.batch.begin()
-        step = DecodeStep(self.caches, self.parts, self.timeline, is_last=is_last)
+        step = DecodeStep(self.caches, self.parts, self.timeline, is_last=self.is_last_step)
         step.begin()
         positions = self.batch.positions
         with sdpa_kernel(ROW_BACKENDS):
@@ -185,15 +206,12 @@ class LiveSession:
         logits = self.attached.logits(hidden[:, -1])
         if self.bucket:
             self._settle()
-        self.clock.mark()
-        for use in self.link_uses:
-            use.mark()
         return logits
 
     def _settle(self) -> None:
         """End a step that may be recorded: nothing that it began goes on behind it."""
         for count in self.traffic.counts:
-            count.sum()  # they may be kept where the next step's come
+            count.add_up()  # they may be kept where the next step's come
         for share in self.shares.values():
             with launching_on(share.device):
                 for cache in self.caches:
@@ -243,6 +261,7 @@ class LiveSession:
         child.reads.slot_bytes = self.reads.slot_bytes
         child.clock = StepClock(self.attached.device)
         child.link_uses = [link.open_use() for link in self.links]
+        child.graphs = None if self.graphs is None else StepGraphs(child)
         return child
 
     def _bring_back_prompt(self) -> None:
@@ -389,6 +408,8 @@ class LiveSession:
         finally:
             for use in self.link_uses:
                 use.close()
+            if self.graphs is not None:
+                self.graphs.close()
             self.caches = []
             self.parts = {}
             self._free()

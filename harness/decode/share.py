@@ -153,42 +153,42 @@ class TokenBatch:
 class RowCount:
     """Rows, and their payload bytes, summed without a sync.
 
-    device: where sums of numbers that lie on devices are.
+    device: where sums of numbers that lie on devices are, in place. of_host: sums of the others, by
+    the bytes of a row.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._num_rows: dict[int, int] = {}
-        """By the bytes of a row."""
+        self.of_host: dict[int, int] = {}
         self._on_device: dict[int, Tensor] = {}
-        """The same of numbers that lie on devices, in place."""
         self._counts: dict[tuple[int, torch.device], list[Tensor]] = {}
 
     def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
         """num_rows: under CUDA numbers on the device, to be added up."""
         if isinstance(num_rows, int):
-            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + num_rows
+            self.of_host[row_bytes] = self.of_host.get(row_bytes, 0) + num_rows
             return
         counts = self._counts.setdefault((row_bytes, num_rows.device), [])
         counts.append(num_rows)
         if len(counts) == COUNTS_AT_ONCE:
-            self.sum()
+            self.add_up()
 
     @property
     def num_rows(self) -> int | Tensor:
         """So far; 0-d on the device if a count was there."""
-        self.sum()
-        return sum([*self._num_rows.values(), *self._on_device.values()])
+        self.add_up()
+        return sum([*self.of_host.values(), *self._on_device.values()])
 
     @property
     def num_bytes(self) -> int | Tensor:
         """As `num_rows`."""
-        self.sum()
-        counts = [*self._num_rows.items(), *self._on_device.items()]
-        return sum(num_rows * row_bytes for row_bytes, num_rows in counts)
+        self.add_up()
+        of_host = sum(num_rows * row_bytes for row_bytes, num_rows in self.of_host.items())
+        on_device = [num_rows * row_bytes for row_bytes, num_rows in self._on_device.items()]
+        return sum(on_device, start=of_host)
 
-    def sum(self) -> None:
-        """Add up the numbers that lie on devices."""
+    def add_up(self) -> None:
+        """Add the numbers that lie on devices to their sums."""
         for (row_bytes, _), counts in self._counts.items():
             total = torch.cat([count.flatten() for count in counts]).sum().to(self.device)
             if row_bytes in self._on_device:
@@ -217,6 +217,7 @@ class Traffic:
 
     @property
     def counts(self) -> list[RowCount]:
+        """All of them."""
         return [self.loaded, self.written, self.late, self.missed]
 
 

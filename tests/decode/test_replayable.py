@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from harness.decode import cache, store
+from harness.decode import gpu_cache as gpu_cache_module
+from harness.decode.gpu_cache import missing_rows
 from harness.decode.links import CudaLink, Link
 from harness.decode.store import KVStore
 from harness.model.attach import attach
-from methods.prompt_evicting import PromptEvicting
 from tests.cases import CASES, WIDE
 from tests.decode.test_fake_cuda import fake_tiny, gpu, opened  # noqa: F401
 from tests.fake_cuda import LIBC10, Program
@@ -51,8 +54,16 @@ EAGER = {
 }
 """The cases whose steps are not replayed, and why."""
 REPLAYED = [name for name in WIDE if name not in EAGER]
-CHECKED = [name for name in REPLAYED if name == "snapkv" or type(CASES[name].method).__base__ is not PromptEvicting]
-"""Methods that evict after the prompt alone have one `select`: one of them stands for all."""
+HOOKS = ("append", "select", "scores", "partial_query", "choose", "observe", "rest", "enter")
+
+
+def code_of_a_step(name: str) -> tuple[Any, ...]:
+    """What a method runs in a step. Those that evict after the prompt alone have it in common."""
+    state = CASES[name].method.state
+    return CASES[name].codec, *(getattr(state, hook, None) for hook in HOOKS)
+
+
+CHECKED = {code_of_a_step(name): name for name in REPLAYED}.values()
 
 
 def test_steps_that_cannot_be_replayed_have_no_bucket():
@@ -270,6 +281,79 @@ def steps_of(name: str, gpu_cache: float, *, replayed: bool) -> Tensor:
 def test_a_step_that_is_written_down_gives_the_next_ones(name, gpu_cache):
     expected = steps_of(name, gpu_cache, replayed=False)
     assert torch.equal(steps_of(name, gpu_cache, replayed=True), expected)
+
+
+# Graphs
+
+
+@contextmanager
+def numbers_on_device() -> Iterator[None]:
+    """Numbers of rows are tensors, as on a GPU."""
+
+    def missing(*given: Any) -> tuple[Any, ...]:
+        *lists, number = missing_rows(*given)
+        return *lists, torch.tensor(number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (store, cache):
+            patch.setattr(module, "num_true", lambda mask: mask.sum())
+        patch.setattr(gpu_cache_module, "missing_rows", missing)
+        yield
+
+
+class TapeGraph:
+    """torch.cuda.CUDAGraph on a CPU. What is recorded runs at once, so the first replay does nothing."""
+
+    made: list[TapeGraph] = []
+
+    def __init__(self) -> None:
+        self.tape, self.replays = Tape(), 0
+        TapeGraph.made.append(self)
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        if self.replays:
+            self.tape.run_again()
+        self.replays += 1
+
+
+@pytest.mark.parametrize(("name", "gpu_cache"), [("full", 0), ("h2o-fills", 0), ("infinigen", 1.5), ("knorm", 0)])
+def test_replayed_steps_are_those_of_python(name, gpu_cache):
+    """In buckets that end at 4, 8, 16 and 18 steps: logits, rows that cross the link, and the budget."""
+    steps, found = 18, []
+    ids, real = token_batch(PROMPTS["padded"], steps)
+    columns = ids.shape[1] - steps
+    TapeGraph.made.clear()
+    for graphs in (False, True):
+        with numbers_on_device(), kernels_as_one() as patch, attach(tiny("gqa")) as attached:
+            patch.setattr(torch.cuda, "CUDAGraph", TapeGraph)
+            patch.setattr(torch.cuda, "graph", lambda graph, **_: graph.tape.recording())
+            patch.setattr(torch.cuda, "synchronize", lambda: None)
+            options = {"placement": "host", "gpu_cache": gpu_cache, "link": NowLink(), "bucket": 4, "graphs": graphs}
+            with closing(open_live(attached, CASES[name], steps, **options)) as session:
+                logits = [session.prefill(ids[:, :columns], real[:, :columns])]
+                logits += [session.decode_step(ids[:, columns + step]) for step in range(steps - 1)]
+                rows = [int(count.num_rows) for count in session.traffic.counts]
+                found.append((torch.stack(logits), rows, session.reads.budget, session.steps))
+    (expected, *others), (replayed, *of_replay) = found
+    assert sum(graph.replays for graph in TapeGraph.made) >= 6
+    assert torch.equal(replayed, expected) and of_replay == others
+
+
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_what_cuda_refuses_to_record_runs_by_python(gpu, monkeypatch, is_joined):  # noqa: F811
+    graph = SimpleNamespace(pool=lambda: None, replay=lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    if not is_joined:
+        monkeypatch.setattr(CudaLink, "join", lambda link: None)
+    options = {"placement": "host", "steps": STEPS, "bucket": STEPS, "graphs": True}
+    with opened(gpu, fake_tiny("llama"), PROMPTS["even"], CASES["infinigen"].method, **options) as (session, token):
+        for _ in range(7):
+            session.decode_step(token)
+        assert session.steps == 7 and bool(session.graphs.recorded) == is_joined
+        assert (session.graphs.failure is None) == is_joined
 
 
 # Buckets
