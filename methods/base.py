@@ -267,11 +267,21 @@ class State:
         room in them.
     selects_without_own: True if `select` needs nothing that `append` keeps of the row's current
     token. Live decoding then appends the current token while the selected rows cross the link.
+    replayable: True if a live step may be recorded once and replayed: `append` and `select` queue
+        the same operations on the same memory in each step that sees as many slots. They decide
+        nothing by the length of a step, keep what they know in place, and `append` takes its slot
+        also as int64 [1]. Not inherited: each class says it of itself.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
     slot_tensors: ClassVar[Mapping[str, float]] = {}
     selects_without_own: ClassVar[bool] = False
+    replayable: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "replayable" not in vars(cls):
+            cls.replayable = False
 
     def __init__(
         self,
@@ -301,10 +311,10 @@ class State:
         """
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         """Take in decode rows that enter `slots`: exact key and value [batch, num_kv_heads, n,
-        head_dim].
+        head_dim]. A state that is not `replayable` gets a slice.
 
         positions: int [batch, n], `EMPTY` for padding. Called before the `select` of these rows.
         Three cases differ: replay appends later rows too, a predicted query selects before its own

@@ -35,6 +35,8 @@ EPSILON = 1e-6
 class CapKVState(ComingQueriesState):
     """Score: the weighted leverage of a token's value."""
 
+    replayable = True
+
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:

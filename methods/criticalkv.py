@@ -53,6 +53,8 @@ def output_norms(geometry: Geometry, layer: int, value: Tensor) -> Tensor:
 class CriticalKVState(SnapKVState):
     """Score: SnapKV's for the first places; for the others it is weighted by the value."""
 
+    replayable = True
+
     def second_score(
         self,
         layer: int,

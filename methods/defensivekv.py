@@ -44,6 +44,8 @@ class DefensiveKVState(PromptEvictingState):
     """Score: the largest attention from the window's rows, times the length of the projected value;
     inf for the tokens that have most of the mean attention."""
 
+    replayable = True
+
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:

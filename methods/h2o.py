@@ -26,6 +26,8 @@ from methods.settings import least, setting, share
 class H2OState(ScoreState):
     """A token's score is the attention it received, summed over rows and the group."""
 
+    replayable = True
+
     def budget(self, layer: int) -> Tensor:
         method, final = self.method, self.lengths.final
         if method.kept_tokens is not None:

@@ -120,6 +120,8 @@ class InfiniGenState(ProjectedState):
     measured[layer]: the rotation A of a layer whose prompt has not come yet.
     """
 
+    replayable = True
+
     def start(self, calibration: Calibration | None) -> None:
         super().start(calibration)
         self.measured = by_layer(calibration, self.method, self.geometry)

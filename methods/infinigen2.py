@@ -112,6 +112,7 @@ class InfiniGen2State(ProjectedState):
     """
 
     sequence_tensors = (*ProjectedState.sequence_tensors, "centre")
+    replayable = True
     centre: dict[int, Tensor]
 
     def start(self, calibration: Calibration | None) -> None:
@@ -242,6 +243,7 @@ class InfiniGen2SampledState(InfiniGen2State):
 
     sequence_tensors = (*InfiniGen2State.sequence_tensors, "mean_value")
     slot_tensors = {**InfiniGen2State.slot_tensors, "distances": 0}
+    replayable = True
     mean_value: dict[int, Tensor]
     distances: dict[int, Tensor]
 
@@ -256,7 +258,7 @@ class InfiniGen2SampledState(InfiniGen2State):
         super().prompt(layer, query, key, value, rows)  # it calls `append`
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         super().append(layer, key, value, positions, slots)
         mean, codes = self.mean_value[layer], self.distances[layer][:, :, slots]
@@ -265,6 +267,8 @@ class InfiniGen2SampledState(InfiniGen2State):
             kernels.code_distances(value, mean, codes)
         else:
             codes.copy_(coded_distances((value.float() - mean.float()).norm(dim=-1)))
+        if isinstance(slots, Tensor):  # `codes` is a copy then
+            self.distances[layer][:, :, slots] = codes
 
     def choose(self, layer: int, scores: Tensor, rows: QueryRows) -> Selection:
         distances = self.distances[layer][..., : scores.shape[-1]]

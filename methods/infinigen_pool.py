@@ -64,6 +64,7 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
         "last_fetch": 0,
     }
     selects_without_own = False
+    replayable = True
     fetches: dict[int, Tensor]
     last_fetch: dict[int, Tensor]
 

@@ -72,6 +72,8 @@ class KascadeState(State):
     int [num_kv_heads].
     """
 
+    replayable = True
+
     def start(self, calibration: Calibration | None) -> None:
         assert calibration is not None, "new_state refuses what is not calibrated"
         self.chosen: dict[int, Tensor] = {}

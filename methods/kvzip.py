@@ -50,6 +50,8 @@ class KVzipState(PromptEvictingState):
     layer, number of competing tokens that stay where the layers share one budget, int [batch,
     num_kv_heads]."""
 
+    replayable = True
+
     def take_scores(self, score: Mapping[int, Tensor], rows: PromptRows) -> None:
         device = rows.real.device
         self.score = {layer: each for layer, each in score.items() if each.device == device}

@@ -45,6 +45,7 @@ class LinearRestState(InfiniGen2State):
     """
 
     sequence_tensors = (*InfiniGen2State.sequence_tensors, "slope", "intercept", "unscored_key")
+    replayable = True
     slope: dict[int, Tensor]
     intercept: dict[int, Tensor]
     unscored_key: dict[int, Tensor]

@@ -22,6 +22,8 @@ from methods.infinigen2 import SampledRest
 class OracleState(State):
     """A selection by the true scores of the cached tokens."""
 
+    replayable = True
+
     def select(self, layer: int, rows: QueryRows) -> Selection:
         scores = rows.true_scores().clone()
         every_key = self.geometry.every_key(rows.positions)
@@ -33,6 +35,8 @@ class OracleState(State):
 
 class OracleSampledState(OracleState):
     """A sample by the true probabilities."""
+
+    replayable = True
 
     def choose(self, layer: int, scores: Tensor, rows: QueryRows) -> Selection:
         return self.method.draw(layer, scores, rows, self.lengths.final)

@@ -66,6 +66,7 @@ class ParisKVState(RetrievingState):
 
     slot_tensors = {"patterns": 0, "magnitudes": 0, "weights": 0}
     selects_without_own = True
+    replayable = True
     patterns: dict[int, Tensor]
     magnitudes: dict[int, Tensor]
     weights: dict[int, Tensor]
@@ -93,7 +94,7 @@ class ParisKVState(RetrievingState):
         super().prompt(layer, query, key, value, rows)
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         """Code the keys: patterns, magnitudes and weights."""
         parts = self._rotated(key)

@@ -156,7 +156,7 @@ class KeyedState(PeriodicState):
         super().prompt(layer, query, key, value, rows)
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         self.kept_keys[layer][:, :, slots] = key
 

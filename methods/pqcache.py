@@ -31,6 +31,7 @@ class PQCacheState(RetrievingState):
 
     sequence_tensors = ("centroids",)
     slot_tensors = {"codes": 0}
+    replayable = True
     centroids: dict[int, Tensor]
     codes: dict[int, Tensor]
 
@@ -48,7 +49,7 @@ class PQCacheState(RetrievingState):
         super().prompt(layer, query, key, value, rows)
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         codes = nearest(self._cut(key), self.centroids[layer])
         self.codes[layer][:, :, slots] = codes.transpose(2, 3).to(torch.uint8)

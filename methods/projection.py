@@ -96,7 +96,7 @@ class PartialKeysState(State):
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         self.partial_keys[layer][:, :, slots] = self._stored(layer, key)
 
@@ -188,6 +188,8 @@ def tokens_of(tensor: Tensor, geometry: Geometry) -> float:
 
 class FixedProjectionState(ProjectedState, RetrievingState):
     """A projection that is known before the prompt: the method's `projection`."""
+
+    replayable = True
 
     def start(self, calibration: Calibration | None) -> None:
         super().start(calibration)

@@ -291,6 +291,8 @@ def won(score: Tensor, count: Tensor) -> Tensor:
 class SnapKVState(PromptEvictingState):
     """Score: the smoothed attention that a token received from the window."""
 
+    replayable = True
+
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> tuple[Tensor, Tensor]:
@@ -371,6 +373,8 @@ class ExpectedState(ComingQueriesState):
     """Score: the expectation of exp(query . key) over all tokens but the sinks, times |value|; the
     group's mean."""
 
+    replayable = True
+
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
@@ -417,6 +421,8 @@ class ExpectedAttention(PromptEvicting):
 class KeyDiffState(PromptEvictingState):
     """Score: minus the cosine between the key and the mean of the prompt's normalised keys."""
 
+    replayable = True
+
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> Tensor:
@@ -439,6 +445,8 @@ class KeyDiff(PromptEvicting):
 
 class KnormState(PromptEvictingState):
     """Score: minus the key's length."""
+
+    replayable = True
 
     def prompt_score(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows

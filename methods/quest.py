@@ -33,11 +33,12 @@ class QuestState(RetrievingState):
 
     paged = True
     sequence_tensors = ("lowest", "highest")
+    replayable = True
     lowest: dict[int, Tensor]
     highest: dict[int, Tensor]
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         """Widen the extremes of the keys' pages."""
         if layer not in self.lowest:

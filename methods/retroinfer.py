@@ -160,8 +160,9 @@ class RetroInferState(State):
                 )
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
+        assert isinstance(slots, slice), "the state is not replayable"
         if not self.most_of_updates:
             return
         size = self.update_sizes[0]  # so that no piece completes two updates

@@ -77,6 +77,7 @@ class RocketKVState(SnapKVState):
 
     sequence_tensors = ("lowest", "highest", "plans")
     selects_without_own = True
+    replayable = True
     lowest: dict[int, Tensor]
     highest: dict[int, Tensor]
     plans: Tensor
@@ -105,7 +106,7 @@ class RocketKVState(SnapKVState):
         self._widen(layer, key, is_kept.cumsum(-1) - 1, is_kept)
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         self.tokens[layer][:, :, slots] = positions[:, None].int()
         kept = self.plans[:, 0]

@@ -56,6 +56,7 @@ class SocketState(RetrievingState):
     sequence_tensors = ("normals",)
     slot_tensors = {"hashes": 0, "value_norms": 0}
     selects_without_own = True
+    replayable = True
     normals: Tensor
     hashes: dict[int, Tensor]
     value_norms: dict[int, Tensor]
@@ -76,7 +77,7 @@ class SocketState(RetrievingState):
         super().prompt(layer, query, key, value, rows)
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         self.hashes[layer][:, :, slots] = self._hashed(key)
         if self.method.value_weighted:

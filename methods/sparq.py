@@ -30,6 +30,7 @@ class SparQState(PartialKeysState, RetrievingState):
     """
 
     sequence_tensors = ("value_sum",)
+    replayable = True
     value_sum: dict[int, Tensor]
 
     def start(self, calibration: Calibration | None) -> None:
@@ -56,13 +57,13 @@ class SparQState(PartialKeysState, RetrievingState):
         del self.through[layer], self.first[layer]
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         super().append(layer, key, value, positions, slots)
         entering = value.float().masked_fill((positions == EMPTY)[:, None, :, None], 0.0)
         self.through[layer] = self.value_sum[layer].unsqueeze(2) + entering.cumsum(2)
         self.first[layer] = positions[:, 0]
-        self.value_sum[layer] = self.through[layer][:, :, -1].clone()
+        self.value_sum[layer].copy_(self.through[layer][:, :, -1])
 
     def rest(self, layer: int, rows: QueryRows, scores: Tensor, mask: Tensor) -> Rest | None:
         """The mean value of the cached tokens and the own one, weighted by the scores of the tokens

@@ -92,6 +92,8 @@ class WindowState(EvictingState):
 class StreamingState(WindowState):
     """All KV heads stream; the window is a share of T, or a number of tokens."""
 
+    replayable = True
+
     @property
     def recent(self) -> Tensor:
         return self.method.budgets_in_tokens(self.lengths.final) - self.method.num_sinks
@@ -119,6 +121,8 @@ class Streaming(EvictingToBudget):
 
 class DuoState(WindowState):
     """heads: bool [num_layers, num_kv_heads], True for the heads that stream."""
+
+    replayable = True
 
     def start(self, calibration: Calibration | None) -> None:
         method = self.method

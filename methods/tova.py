@@ -25,6 +25,8 @@ from methods.settings import setting
 class TOVAState(ScoreState):
     """A token's score is the attention of the last row, mean over all heads of the layer."""
 
+    replayable = True
+
     def budget(self, layer: int) -> Tensor:
         return self.method.budgets_in_tokens(self.lengths.final)
 

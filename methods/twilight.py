@@ -36,13 +36,15 @@ from methods.settings import least, one_of, setting, share
 class TwilightState(QuestState, PartialKeysState):
     """Quest's bounds of pages, and every key in few bits."""
 
+    replayable = True
+
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
         PartialKeysState.prompt(self, layer, query, key, value, rows)  # it calls `append`
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         PartialKeysState.append(self, layer, key, value, positions, slots)
         if self.method.candidate_frac is not None:

@@ -59,6 +59,8 @@ FINAL_SAMPLE, BASE_SAMPLE = 0, 1
 class VAttentionState(PartialKeysState):
     """Every key in few bits; nothing where the true scores choose."""
 
+    replayable = True
+
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
     ) -> None:
@@ -66,7 +68,7 @@ class VAttentionState(PartialKeysState):
             super().prompt(layer, query, key, value, rows)
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         if self.method.has_index:
             super().append(layer, key, value, positions, slots)

@@ -122,7 +122,7 @@ def launch_lists() -> None:
     for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
         kept = torch.empty(2, 3, num_rows, dtype=torch.int64)
         tokens = torch.empty(2, 1, mask.shape[-1], dtype=torch.int32)
-        missing_rows(mask, tokens, kept, torch.zeros_like(kept), 1 << 32, num_rows)
+        missing_rows(mask, tokens, kept, torch.zeros_like(kept), torch.full((1,), 5), num_rows)
 
 
 def launch(codec: IntegerCodec, dtype: torch.dtype, heads: int, num_kv_heads: int, head_dim: int) -> None:

@@ -65,6 +65,55 @@ def place() -> str:
     return " < ".join(frames)
 
 
+# Programs
+
+
+class Program:
+    """What a step queues, in order: of each entry the stream, the operation, its tensors and its numbers.
+
+    A tensor is its storage, offset, shape, strides and dtype. A storage that an earlier program has seen, of the same
+    `known`, has a name of its own; others are named by their order of appearance. All are kept, so that no address
+    comes again: programs of two steps are equal if the one may be run in place of the other.
+    """
+
+    current: Program | None = None
+
+    def __init__(self, known: dict[int, tuple[str, Any]]) -> None:
+        self.known = known
+        self.entries: list[tuple[Any, ...]] = []
+        self._names: dict[int, tuple[str, Any]] = {}
+
+    def __enter__(self) -> Program:
+        Program.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Program.current = None
+        for key, (_, storage) in self._names.items():
+            self.known[key] = f"known {len(self.known)}", storage
+
+    def note(self, operation: str, given: Any) -> None:
+        stream = Streams.current().number - Streams.stack[0].number
+        words = [self._word(each) for each in tree_leaves(given) if isinstance(each, Tensor | int | float | str)]
+        self.entries.append((stream, operation, *words, place()))
+
+    def _word(self, given: Any) -> Any:
+        if not isinstance(given, Tensor):
+            return given
+        storage = given.untyped_storage()
+        key = storage._cdata
+        if key not in self.known and key not in self._names:
+            self._names[key] = f"new {len(self._names)}", storage
+        name, _ = self.known.get(key) or self._names[key]
+        return name, given.storage_offset(), (*given.shape,), given.stride(), given.dtype
+
+
+def note(operation: str, given: Any) -> None:
+    """Write an operation and all that it is given into the current program, if there is one."""
+    if Program.current is not None:
+        Program.current.note(operation, given)
+
+
 # Streams
 
 
@@ -90,9 +139,13 @@ class Stream:
         return self.clock[self.number]
 
     def wait_stream(self, other: Stream) -> None:
+        note("wait_stream", [self.number, other.number])
+        Capture.waits(self, Capture.current if Capture.holds(other) else None)
         self.clock |= other.clock
 
     def wait_event(self, event: Event) -> None:
+        note("wait_event", [self.number])
+        Capture.waits(self, event.capture)
         self.clock |= event.clock
 
     def synchronize(self) -> None:
@@ -101,6 +154,7 @@ class Stream:
 
 def host_reaches(clock: Counter[int]) -> None:
     """The host waits for these operations. Freed memory that they used is free from now on."""
+    Capture.refuse_if(Capture.current is not None, "the host waits within a capture")
     Stream.host |= clock
     Stream.waits.append(place())
     Streams.used = [(storage, used) for storage, used in Streams.used if not used <= Stream.host]
@@ -111,9 +165,13 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.clock: Counter[int] = Counter()
+        self.capture: Capture | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = Counter((stream or Streams.current()).clock)
+        note("record", [(stream or Streams.current()).number])
+        stream = stream or Streams.current()
+        self.clock = Counter(stream.clock)
+        self.capture = Capture.current if Capture.holds(stream) else None
 
     def synchronize(self) -> None:
         host_reaches(self.clock)
@@ -123,6 +181,48 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         return 0.0
+
+
+class Capture:
+    """torch.cuda.graph: what is queued on the current stream, and on those that wait for it, is captured.
+
+    It refuses what CUDA refuses: waits of the host, of a captured stream for one that is not, and a stream that the
+    captured one does not wait for at the end.
+    """
+
+    current: Capture | None = None
+
+    def __init__(self, graph: object = None, **_: Any) -> None:
+        self.streams: list[Stream] = []
+
+    def __enter__(self) -> Capture:
+        self.streams.append(Streams.current())
+        Capture.current = self
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        Capture.current = None
+        first, *others = self.streams
+        unjoined = any(first.clock[each.number] < each.clock[each.number] for each in others)
+        Capture.refuse_if(kind is None and unjoined, "a stream is left unjoined")
+
+    @staticmethod
+    def holds(stream: Stream) -> bool:
+        return Capture.current is not None and stream in Capture.current.streams
+
+    @staticmethod
+    def waits(stream: Stream, source: Capture | None) -> None:
+        """A stream waits for what was queued within a capture, or outside of any."""
+        if Capture.current is None:
+            return
+        if source is Capture.current and not Capture.holds(stream):
+            Capture.current.streams.append(stream)
+        Capture.refuse_if(source is not Capture.current and Capture.holds(stream), "a wait for what is outside")
+
+    @staticmethod
+    def refuse_if(is_refused: bool, why: str) -> None:
+        if is_refused:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
 
 
 class CurrentDevice:
@@ -185,11 +285,12 @@ def fake_streams() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(torch.cuda, "device", CurrentDevice)
         patch.setattr(torch.cuda, "current_device", lambda: CurrentDevice.index)
         patch.setattr(torch.cuda, "stream", Streams.on)
+        patch.setattr(torch.cuda, "graph", Capture)
         patch.setattr(torch.cuda, "current_stream", Streams.current)
         patch.setattr(torch.cuda, "synchronize", Streams.synchronize)
         patch.setattr(torch.Tensor, "record_stream", Streams.record)
         Streams.stack, Streams.recorded, Streams.used = [Stream()], set(), []
-        Stream.host, Stream.waits = Counter(), []
+        Stream.host, Stream.waits, Capture.current = Counter(), [], None
         yield patch
         Streams.used = []
 
@@ -409,7 +510,7 @@ class Trace(TorchDispatchMode):
             self.fault(f"{name} by a mask waits for its number")
         elif name in ("where", "_to_copy") and any(not each.is_cuda for each in (*inputs, *outputs)):
             self.fault(f"{name} copies a number between host and device, and waits")
-        self.count(name)
+        self.count(name, args, kwargs, outputs)
         if operation in KERNELS:
             self._count_mask(kwargs.get("attn_mask", args[3] if len(args) > 3 else None))
 
@@ -428,8 +529,12 @@ class Trace(TorchDispatchMode):
         """Take note of it, and of where it is."""
         self.faults.append((self.layer, f"{what}, at {place()}"))
 
-    def count(self, name: str) -> None:
+    def count(self, name: str, *given: Any) -> None:
         """Something is launched on the current stream."""
+        Capture.refuse_if(
+            Capture.current is not None and not Capture.holds(Streams.current()), f"{name} runs beside the capture"
+        )
+        note(name, given)
         Streams.current().tick()
         launched = self.launches if Streams.current() is Streams.stack[0] else self.link
         launched[self.layer, name] += 1
@@ -446,7 +551,7 @@ class Trace(TorchDispatchMode):
             self.fault("cudaMemcpy2DAsync of pageable memory waits")
         if source.shape != target.shape or {source.stride(1), target.stride(1)} != {1}:
             self.fault("cudaMemcpy2DAsync of what is no rectangle")
-        self.count("cudaMemcpy2DAsync")
+        self.count("cudaMemcpy2DAsync", source, target)
 
     def _reachable(self, tensor: Tensor) -> bool:
         """Whether the device can address it: its own memory and page-locked one."""
@@ -490,7 +595,7 @@ class Trace(TorchDispatchMode):
         if math.prod(size) < 1 or any(each > 65535 for each in size[1:]):
             self.fault(f"{name}: {size} is no grid")
         if not warmup:
-            self.count(name)
+            self.count(name, dict(arguments), size, options)
 
 
 def without_keys(_: Any, layer: Layer) -> None:

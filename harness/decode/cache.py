@@ -21,7 +21,15 @@ from torch import Tensor
 
 from harness.decode.links import Ticket
 from harness.decode.share import DeviceShare
-from harness.decode.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
+from harness.decode.store import (
+    Chosen,
+    KeyValue,
+    KVStore,
+    SlotRequest,
+    chosen,
+    indices,
+    num_true,
+)
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import Policy, check_selection, take_prompt
 from methods.base import (
@@ -78,24 +86,34 @@ class Fetcher:
         self.share = share
         self.store = store
         self.fetch: Fetch | None = None
+        self._of_pending: dict[str, Tensor] = {}
 
     @property
     def device_bytes(self) -> int:
         """Bytes that stay on the device under every placement, buffers aside."""
         return 0
 
-    def request_first(self, count: int) -> None:
-        """Request the first `count` slots of every head. Without a link they are read in place."""
+    def request_first(self, count: int, last: Chosen | None = None) -> None:
+        """Request the first `count` slots of every head. Without a link they are read in place.
+
+        last: of the last slots those that hold a token, if not all do. They come row by row, the
+        others in one piece.
+        """
         if self.share.link is None:
             self.fetch = Fetch(count, self.store.slots[:, :, : count + 1], in_place=True)
-        else:
-            self._load_into_buffer(count, count)
+            return
+        whole = num_whole(count, last)
+        fetch = self._take_buffer(count)
+        self.load(whole, fetch.rows[:, :, :whole])
+        if last is not None:
+            self.load(last, fetch.rows[:, :, whole:count])
 
     def request_slots(self, slots: Tensor, present: Tensor, num_rows: int | Tensor) -> Fetch:
         """Request slots one by one. slots: int64 [batch, num_kv_heads, n], the slot of each row;
         present: bool of the same shape, False where the slot is -1; num_rows: as in `Chosen`."""
-        fetch = self._load_into_buffer(Chosen(slots, num_rows), slots.shape[-1])
+        fetch = self._take_buffer(slots.shape[-1])
         fetch.present = present
+        self.load(Chosen(slots, num_rows), fetch.cached)
         return fetch
 
     def request_selected(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
@@ -113,8 +131,8 @@ class Fetcher:
     def forget(self, slots: Tensor) -> None:
         """Drop copies of slots that are written anew, with a GPU cache."""
 
-    def _load_into_buffer(self, request: int | Chosen, count: int) -> Fetch:
-        """Start a request of `count` rows that comes in one piece.
+    def _take_buffer(self, count: int) -> Fetch:
+        """Begin a fetch of `count` rows.
 
         The shared buffer that it takes is the one that was read longest ago. Requests need not come
         in the order of the layers: a prediction for the next layer comes before a layer's own.
@@ -122,19 +140,43 @@ class Fetcher:
         store, free = self.store, self.share.free
         shared = free.pop(0) if free else None
         buffer = store.new_buffer(count) if shared is None else shared
-        fetch = Fetch(count, store.rows_in(buffer, count), shared=shared)
-        self.fetch = fetch
-        self.load(fetch, request)
-        return fetch
+        self.fetch = Fetch(count, store.rows_in(buffer, count), shared=shared)
+        return self.fetch
 
-    def load(self, fetch: Fetch, request: int | Chosen) -> None:
-        """Start to load slots into the buffer of a fetch."""
+    def load(self, request: SlotRequest, rows: Tensor) -> None:
+        """Start to load slots into `rows` of the fetch."""
         store, link = self.store, self.share.link
+        assert self.fetch is not None, "a fetch begins before its rows are loaded"
         if link is None:
-            store.load(request, fetch.cached)
+            store.load(request, rows)
         else:
-            ticket = link.prefetch(store, request, fetch.cached)
-            fetch.moving.append((ticket, store.num_rows(request)))
+            ticket = link.prefetch(store, request, rows)
+            self.fetch.moving.append((ticket, store.num_rows(request)))
+
+    def settle(self) -> None:
+        """Wait for the rows under way, and keep what is known of them where the next step looks for
+        it, so that it needs nothing else of this one."""
+        fetch = self.fetch
+        if fetch is None:
+            return
+        for ticket, _ in fetch.moving:
+            ticket.wait()
+        if fetch.present is not None:
+            fetch.present = self._kept("present", fetch.present)
+        if fetch.bias is not None:
+            fetch.bias = self._kept("bias", fetch.bias)
+        for place, (ticket, num_rows) in enumerate(fetch.moving):
+            if isinstance(num_rows, Tensor):
+                fetch.moving[place] = ticket, self._kept(f"rows of {place}", num_rows)
+
+    def _kept(self, name: str, value: Tensor) -> Tensor:
+        """A copy of `value`, in the place of the last one of this name."""
+        kept = self._of_pending.get(name)
+        if kept is None or kept.shape != value.shape:
+            self._of_pending[name] = value.clone()
+        else:
+            kept.copy_(value)
+        return self._of_pending[name]
 
     def take(self) -> Fetch:
         """The requested rows; the work that is queued next waits for them."""
@@ -163,17 +205,17 @@ class AheadFetcher(Fetcher):
         super().__init__(share, store)
         self.buffer = share.new_buffer(store, store.capacity)
 
-    def request_first(self, count: int) -> None:
-        self.request_columns(count, 0, count)
+    def request_first(self, count: int, last: Chosen | None = None) -> None:
+        self.request_columns(count, slice(0, num_whole(count, last)), last)
 
-    def request_columns(self, count: int, begin: int, end: int) -> None:
-        """Request the columns from `begin` to `end` of the first `count` slots."""
+    def request_columns(self, count: int, columns: slice, last: Chosen | None) -> None:
+        """Request some columns of the first `count` slots, and behind them `last`, as in
+        `request_first`."""
         if self.fetch is None:
             self.fetch = Fetch(count, self.store.rows_in(self.buffer, count))
-        columns = slice(begin, end)
-        assert self.share.link is not None, "dense rows cross ahead of their layer over a link"
-        ticket = self.share.link.prefetch(self.store, columns, self.fetch.rows[:, :, columns])
-        self.fetch.moving.append((ticket, (end - begin) * self.store.heads))
+        self.load(columns, self.fetch.rows[:, :, columns])
+        if last is not None:
+            self.load(last, self.fetch.rows[:, :, columns.stop : count])
 
 
 class AheadPart:
@@ -188,16 +230,23 @@ class AheadPart:
         self.fetchers = fetchers
 
     def request(self, count: int) -> None:
-        """Request the part of the first `count` slots of all dense layers."""
-        columns = len(self.fetchers) * count  # of all layers, one after another
-        first = columns * self.number // self.num_parts
-        last = columns * (self.number + 1) // self.num_parts
+        """Request the part of the first `count` slots of all dense layers, for the next step. What
+        comes row by row is requested behind the last column that comes in one piece."""
         for place, fetcher in enumerate(self.fetchers):
-            before = place * count
-            begin = min(max(first - before, 0), count)
-            end = min(max(last - before, 0), count)
-            if begin < end:
-                fetcher.request_columns(count, begin, end)
+            last = fetcher.share.batch.generated(fetcher.store.num_kv_heads, steps_ahead=1)
+            whole = num_whole(count, last)
+            columns = len(self.fetchers) * whole  # of all layers, one after another
+            before = place * whole
+            begin = columns * self.number // self.num_parts - before
+            end = columns * (self.number + 1) // self.num_parts - before
+            part = slice(min(max(begin, 0), whole), min(max(end, 0), whole))
+            if part.start < part.stop:
+                fetcher.request_columns(count, part, last if part.stop == whole else None)
+
+
+def num_whole(count: int, last: Chosen | None) -> int:
+    """Of the first `count` slots those that come in one piece: all but the `last`."""
+    return count if last is None else count - last.slots.shape[-1]
 
 
 class LayerCache:
@@ -258,8 +307,8 @@ class LayerCache:
         """Slots that may hold a token before a later step; the step's current token comes behind
         them."""
         if not self.evicts:
-            return self.batch.columns + steps_ahead
-        rows = self.batch.rows(self.batch.steps + steps_ahead)
+            return self.batch.limit(steps_ahead) - 1
+        rows = self.batch.rows_of_bucket(steps_ahead)
         return max(self.method.tokens_kept(row, self.policy.number) for row in rows)
 
     def slots(self) -> Tensor:
@@ -290,16 +339,22 @@ class LayerCache:
     def remember(self, query: Tensor) -> None:
         """Keep the query [batch, heads, 1, head_dim] if the next step selects by it."""
         if self.policy.when == "previous_step" and self.state is not None:
-            self.last_query = query.clone()
+            if self.batch.bucket and self.last_query is not None:
+                self.last_query.copy_(query)  # where the next step looks for it
+            else:
+                self.last_query = query.clone()
 
     # Select
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Show the own row to the state."""
-        if self.state is not None:
-            own = self.slots_in_use()
-            positions = self.batch.positions[:, None]
-            self.state.append(self.policy.number, key, value, positions, slice(own, own + 1))
+        if self.state is None:
+            return
+        first = self.slots_in_use() if self.evicts else self.batch.columns
+        own: slice | Tensor = slice(first, first + 1)
+        if self.batch.bucket and not self.evicts:
+            own = self.batch.column
+        self.state.append(self.policy.number, key, value, self.batch.positions[:, None], own)
 
     def selection_by(
         self, query: Tensor, true_scores: Callable[[], Tensor] | None = None
@@ -309,14 +364,17 @@ class LayerCache:
         query: [batch, heads, 1, head_dim]. true_scores: None for a method that names rows.
         """
         assert self.state is not None, "only a layer with a state selects"
-        own, tokens = self.slots_in_use(), self.slots()
+        tokens = self.slots()
+        own_slots = self.batch.slots[..., tokens.shape[-1] - 1 : tokens.shape[-1]]
+        if self.batch.bucket and not self.evicts:
+            own_slots = self.batch.own_slots
         self.fetcher.note_tokens(tokens, self.evicts)
         rows = QueryRows(
             query=query,
             positions=self.batch.row_positions,
             real=self.batch.one_row,
             slot_positions=tokens,
-            own_slots=self.batch.slots[..., own : own + 1],
+            own_slots=own_slots,
             true_scores=true_scores or _no_scores,
         )
         return select(self.state, self.policy.number, rows)
@@ -334,7 +392,7 @@ class LayerCache:
         num_kv_heads, n], -1 for none."""
         assert selection.mask is not None, "a method that names rows gives a mask"
         mask = selection.mask[:, :, 0].expand(-1, self.store.num_kv_heads, -1)
-        rows = self.batch.rows(self.batch.steps)
+        rows = self.batch.rows_of_bucket()
         most = max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
         fetch, slots = self.fetcher.request_selected(mask, most)
         if fetch.moving and self.policy.when == "own_query":
@@ -350,9 +408,12 @@ class LayerCache:
         """Request every slot that holds a token. Where sequences or heads keep different numbers,
         slot by slot."""
         count, number = self.slots_in_use(steps_ahead), self.policy.number
+        last: Chosen | None = None
+        if self.share.link is not None and not self.evicts:
+            last = self.batch.generated(self.store.num_kv_heads, steps_ahead)
         if isinstance(self.state, EvictingState):
             numbers: set[float | None] = set()
-            for row in self.batch.rows(self.batch.steps + steps_ahead):
+            for row in self.batch.rows_of_bucket(steps_ahead):
                 numbers.add(self.method.tokens_kept(row, number))
                 numbers.add(self.method.tokens_read(row, number))
             if len(numbers) > 1:
@@ -360,7 +421,7 @@ class LayerCache:
                 own_slot = torch.arange(count, device=held.device)  # the row of each slot
                 self.fetcher.request_slots(torch.where(held, own_slot, -1), held, num_true(held))
                 return
-        self.fetcher.request_first(count)
+        self.fetcher.request_first(count, last)
 
     # Attend
 
@@ -368,12 +429,21 @@ class LayerCache:
         """The cached rows: the fetched ones, then those that the device holds."""
         return [self.store.format.unpack(fetch.cached)]
 
+    def as_slots_lie(self, scores: Tensor) -> Tensor:
+        """Scores [..., slots] of the cached rows in place, and of the own row behind them, as a
+        selection sees them: the own row's in its slot."""
+        if self.evicts or not self.batch.bucket:
+            return scores
+        placed = scores.clone()
+        placed[..., -1] = float("-inf")
+        return placed.index_copy_(-1, self.batch.column, scores[..., -1:])
+
     def visible(self, fetch: Fetch) -> Tensor | None:
         """Cached rows, in the order of `parts`, that the step may see: bool [batch, 1 or kv, 1, n];
         None for all."""
         if fetch.present is not None:
             return fetch.present[:, :, None]
-        if not self.batch.is_padded and not self.evicts:
+        if not self.batch.hides_columns and not self.evicts:
             return None
         return self.slots()[:, :, None, :-1] < self.batch.positions[:, None, None, None]
 
@@ -385,11 +455,15 @@ class LayerCache:
 
     def write_own(self, packed: Tensor) -> None:
         """Write the packed own row to its slot; in a layer that evicts, to its victim's slot."""
-        own = self.slots_in_use()
         if isinstance(self.state, EvictingState):
-            self.write(packed, self.state.place_own(self.policy.number, own))
+            victim = self.state.place_own(self.policy.number, self.slots_in_use())
+            self.fetcher.forget(victim)
+            self.write(packed, chosen(victim))
+        elif self.batch.bucket:
+            own = self.batch.own_index(self.store.num_kv_heads)
+            self.write(packed, Chosen(own, self.store.heads))
         else:
-            self.write(packed, own)
+            self.write(packed, self.batch.columns)
 
     def write_prompt(self, rows: Tensor) -> None:
         """Write the prompt's packed rows to the first slots."""
@@ -397,25 +471,18 @@ class LayerCache:
         if ticket is not None:
             self.share.under_way.append(ticket)
 
-    def write(self, rows: Tensor, at: int | Tensor) -> Ticket | None:
+    def write(self, rows: Tensor, at: int | Chosen) -> Ticket | None:
         """Write packed rows to the store. Returns the transfer, if they cross a link.
 
-        at: the column of the first row, or the slot of each row, int64 [batch, num_kv_heads, n], -1
-        for none.
+        at: the column of the first row, or the slot of each row.
         """
         store, link = self.store, self.share.link
-        target: int | Chosen
-        moved: int | Chosen
-        if isinstance(at, int):
-            target, moved = at, rows.shape[2]
-        else:
-            self.fetcher.forget(at)
-            target = moved = chosen(at)
         if link is None:
-            store.write(rows, target)
+            store.write(rows, at)
             return None
+        moved = at if isinstance(at, Chosen) else rows.shape[2]
         self.share.traffic.written.add(store.num_rows(moved), store.slot_bytes)
-        return link.write_back(store, rows, target)
+        return link.write_back(store, rows, at)
 
 
 def select(state: State, number: int, rows: QueryRows) -> Selection:

@@ -26,6 +26,8 @@ from methods.base import Method, TokenCounts
 
 NO_ROOM = torch.iinfo(torch.int64).max
 """The age of a buffer row beyond a sequence's own room: it never gives way."""
+TOKEN_BITS = 32
+"""Of an age; the column is above them."""
 
 
 def rooms(
@@ -66,8 +68,8 @@ class GpuCache:
 
     rooms: of each sequence, the rows that a KV head may keep. slots: int64 [batch, num_kv_heads,
     room], the slot in each row of the layer's buffer, -1 for none. age: int64 alike, by which rows
-    leave, the lowest first: the number of the request that used it last, and of one request its
-    token.
+    leave, the lowest first: the column whose request used it last, and of one request its token.
+    Both change in place.
     """
 
     def __init__(self, rooms: Sequence[int], num_kv_heads: int, device: torch.device) -> None:
@@ -76,7 +78,6 @@ class GpuCache:
         self.age = self.slots.clone()
         for sequence, room in enumerate(rooms):
             self.age[sequence, :, room:] = NO_ROOM
-        self._requests = 1
 
     @property
     def nbytes(self) -> int:
@@ -88,24 +89,25 @@ class GpuCache:
         """`nbytes` of the lists for these rooms."""
         return 2 * len(rooms) * num_kv_heads * max(rooms) * torch.int64.itemsize
 
-    def request(self, mask: Tensor, tokens: Tensor, most: int) -> tuple[Chosen, Tensor]:
+    def request(
+        self, mask: Tensor, tokens: Tensor, column: Tensor, most: int
+    ) -> tuple[Chosen, Tensor]:
         """The slots to fetch so that all of `mask` are there, and their rows in the buffer. From
         now on they count as there.
 
         mask: bool [batch, num_kv_heads, slots], the slots to read, at most `most` in a head and not
         more than its room. tokens: int32 [batch, 1 or num_kv_heads, slots], the token in each slot.
+        column: int64 [1], of the row that asks, above 0 and above that of the request before.
         Returns also which rows of the buffer are to be read, bool [batch, num_kv_heads, room].
         """
-        now = self._requests << 32
-        lists = missing_rows(mask, tokens, self.slots, self.age, now, most)
-        missing, targets, self.slots, self.age, present, num_missing = lists
-        self._requests += 1
+        lists = missing_rows(mask, tokens, self.slots, self.age, column, most)
+        missing, targets, present, num_missing = lists
         return Chosen(missing, num_missing, targets), present
 
     def forget(self, written: Tensor) -> None:
         """Drop the copies of slots that are written anew. written: int64 [batch, num_kv_heads, 1],
         -1 for none."""
-        self.slots = self.slots.masked_fill(self.slots == written, -1)
+        self.slots.masked_fill_(self.slots == written, -1)
 
     def fork(self, index: Tensor) -> GpuCache:
         """A copy for sequences `index` [new_batch]."""
@@ -141,9 +143,10 @@ class GpuCacheFetcher(Fetcher):
     def request_selected(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
         room = self.gpu_cache.slots.shape[-1]
         fetch = Fetch(room, self.store.rows_in(self.buffer, room))
-        request, fetch.present = self.gpu_cache.request(mask, self.tokens, most)
+        column = self.share.batch.column
+        request, fetch.present = self.gpu_cache.request(mask, self.tokens, column, most)
         self.fetch = fetch
-        self.load(fetch, request)
+        self.load(request, fetch.cached)
         _, num_missed = fetch.moving[-1]
         self.share.traffic.missed.add(num_missed, self.store.slot_bytes)
         return fetch, self.gpu_cache.slots
@@ -153,20 +156,20 @@ class GpuCacheFetcher(Fetcher):
 
 
 def missing_rows(
-    mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int | Tensor]:
+    mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, column: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
     """The slots of `mask` that a buffer lacks, and the rows that they go to: those of the lowest
     age, but for rows that hold slots of the mask.
 
-    mask, tokens, most: as in `GpuCache.request`; kept, age: its `slots` and `age`; now: added to
-    the token of each slot of the mask, its age from now on. Returns int64 [batch, heads, most], a
-    head's missing slots first and -1 behind them; their rows in the buffer, alike; the new `kept`
-    and `age`; which rows hold slots of the mask; and the number of missing slots, as in `Chosen`.
+    mask, tokens, column, most: as in `GpuCache.request`; kept, age: its `slots` and `age`, which
+    change. Returns int64 [batch, heads, most], a head's missing slots first and -1 behind them;
+    their rows in the buffer, alike; which rows hold slots of the mask from now on; and the number
+    of missing slots, as in `Chosen`.
     """
     if mask.is_cuda:
         from harness.decode.kernels import rows as kernels
 
-        return kernels.missing_rows(mask, tokens, kept, age, now, most)
+        return kernels.missing_rows(mask, tokens, kept, age, column, most)
     # In numpy, whose small operations and sorts are faster than torch's on a CPU. A head is a line
     # of each array.
     batch, heads, num_slots = mask.shape
@@ -197,17 +200,15 @@ def missing_rows(
     targets.reshape(-1)[listed] = row
     # The rows as they are then.
     row_at = row + of_line * room
-    after = held.copy()
-    after.reshape(-1)[row_at] = slot
+    held.reshape(-1)[row_at] = slot
     present = stays
     present.reshape(-1)[row_at] = True
     at.reshape(-1)[row_at] = missing_at
     token = tokens.expand(-1, heads, -1).numpy().reshape(-1)
-    new_age = token.take(at).astype(np.int64) + now
-    age_after = np.where(present, new_age, old_age)
+    new_age = token.take(at).astype(np.int64) + (column.numpy() << TOKEN_BITS)
+    np.copyto(old_age, new_age, where=present)
 
     def shaped(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).view(batch, heads, -1)
 
-    lists = (shaped(missing), shaped(targets), shaped(after), shaped(age_after), shaped(present))
-    return (*lists, len(slot))
+    return shaped(missing), shaped(targets), shaped(present), len(slot)

@@ -208,6 +208,10 @@ class Link(AbstractContextManager["Link"], ABC):
     def drain(self) -> None:
         """Block the host until the link is idle. Raises the error of a transfer that failed."""
 
+    def join(self) -> None:
+        """Let what runs next on the current stream wait for all transfers so far."""
+        self.drain()
+
     @abstractmethod
     def close(self) -> None:
         """End the link after its last transfer; it takes no more. Idempotent, raises nothing."""
@@ -382,6 +386,10 @@ class CudaLink(Link):
     def drain(self) -> None:
         stream = self.stream if self.overlap else torch.cuda.current_stream(self.device)
         stream.synchronize()
+
+    def join(self) -> None:
+        if self.overlap:  # else they ran on the current stream
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def close(self) -> None:
         self.drain()  # kernels may still be reading pinned memory that is about to be freed

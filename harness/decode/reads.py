@@ -101,7 +101,7 @@ class RowReads:
 
 
 class StepReads:
-    """What live decoding reads on the device, summed over steps and sequences.
+    """What live decoding reads on the device, summed over steps and sequences, in place.
 
     codec: of the layers under the method. slot_bytes: of the layers' rows, set once the stores are
     there.
@@ -133,15 +133,15 @@ class StepReads:
         for window in geometry.windows:
             exact = exact + window.weight * (window.num_cached(cached) + 1)
         num_bytes = geometry.num_kv_heads * (exact * self.token_bytes + step.stored_bytes)
-        self.frac_sum = self.frac_sum + step.share.sum()
-        self.index_sum = self.index_sum + step.index_share.sum()
-        self.num_bytes = self.num_bytes + num_bytes.sum()
-        self.tokens_read = self.tokens_read + (dense_layers * cached + step.read).sum()
+        self.frac_sum += step.share.sum()
+        self.index_sum += step.index_share.sum()
+        self.num_bytes += num_bytes.sum()
+        self.tokens_read += (dense_layers * cached + step.read).sum()
         if evicts(self.method):
-            self.evicted_sum = self.evicted_sum + step.evicted.sum()
+            self.evicted_sum += step.evicted.sum()
         kept = [read.tokens for read in reads if read.keeps_rows]
         if kept:
-            self.gpu_cache_tokens_read = self.gpu_cache_tokens_read + step.sum(kept).sum()
+            self.gpu_cache_tokens_read += step.sum(kept).sum()
 
     @property
     def budget(self) -> float:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from harness.decode.cache import Fetch, Fetcher, LayerCache
 from harness.decode.share import BatchLengths, TokenBatch
-from harness.decode.store import KeyValue, KVStore, indices
+from harness.decode.store import KeyValue, KVStore, chosen, indices
 from harness.model.attention import dense_attention
 from harness.model.dense_prompts import LayerPrompt
 from harness.model.policies import Policy
@@ -223,7 +223,7 @@ class ResidualCache(LayerCache):
         tokens = torch.arange(-self.codec.stored_together, 0, device=cached.device) + stored
         leaving = torch.where(stored > self.codec.stored(cached - 1), tokens, -1)
         at = leaving[:, None].expand(-1, self.rows.shape[1], -1).contiguous()
-        self.write(_rows_at(self.rows, tokens % self.ring_rows), at)
+        self.write(_rows_at(self.rows, tokens % self.ring_rows), chosen(at))
 
     def _ring_tokens(self, cached: Tensor) -> Tensor:
         """The token in each row of the ring, below 0 for none: int [batch, ring_rows]; cached: int
@@ -306,8 +306,13 @@ class LocalCache:
         values = torch.cat([self.values, own.values], 2)
         visible = pad(seen, (0, 1), value=True)[:, None, None]
         output = dense_attention(query, keys, values, self.policy.softmax, visible)
-        at = self.batch.columns % self.ring_rows
-        self._write(slice(at, at + 1), own, position)
+        at: Tensor | slice
+        if self.batch.bucket:
+            at = self.batch.column % self.ring_rows
+        else:
+            row = self.batch.columns % self.ring_rows
+            at = slice(row, row + 1)
+        self._write(at, own, position)
         return output
 
     def _write(self, at: Tensor | slice, rows: KeyValue, tokens: Tensor) -> None:

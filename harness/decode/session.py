@@ -8,6 +8,7 @@ page on which a step can be read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
 from itertools import pairwise
@@ -21,6 +22,7 @@ from harness.decode import memory
 from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
 from harness.decode.disk import BLOCK_BYTES, DiskFile
 from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
+from harness.decode.graphs import StepGraphs
 from harness.decode.links import DiskLink, Link, LinkUse
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
 from harness.decode.needs import Plan, sizes_of
@@ -41,7 +43,9 @@ from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method
-from methods.codecs.split import CacheCodec, SplitCodec
+from methods.codecs.split import CacheCodec, SplitCodec, every_codec
+
+log = logging.getLogger(__name__)
 
 
 class LiveSession:
@@ -54,7 +58,9 @@ class LiveSession:
     host memory is page-locked under CUDA, so that transfers can overlap. slabs: page-locked memory
     by device, for sessions one after another, as locking takes seconds: a session takes the slab
     that it finds and leaves its own, and the caller closes them. timeline: marks the segments of
-    each step. Raises ValueError for combinations without meaning.
+    each step. bucket: as in `TokenBatch`, where nothing speaks against it (`why_eager`). graphs:
+    with a bucket, steps are recorded and replayed (`StepGraphs`). Raises ValueError for
+    combinations without meaning.
 
     Set by the prompt: share: what its layers share. caches: of each attention layer; stores: of
     those that see every token; parts: the layers that request a part of the dense layers' rows.
@@ -79,6 +85,8 @@ class LiveSession:
         pinned: bool = True,
         slabs: MutableMapping[torch.device, PinnedSlab] | None = None,
         timeline: Timeline | None = None,
+        bucket: int = 0,
+        graphs: bool = False,
     ) -> None:
         check_combination(method, placement, gpu_cache)
         crosses = placement in BEHIND_LINK
@@ -98,6 +106,11 @@ class LiveSession:
         self.codec = self.plan.coded
         self.link = link if crosses else None
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
+        why_eager = self.why_eager()
+        if graphs and why_eager:
+            log.warning("decode steps run by Python, not as CUDA graphs: %s", why_eager)
+        self.bucket = 0 if why_eager else bucket
+        self.graphs = StepGraphs(self) if self.bucket and graphs else None
         self.leaves_slabs = slabs is not None
         self.slabs = {} if slabs is None else slabs
         self.timeline = timeline or Timeline(attached.device)
@@ -161,8 +174,21 @@ class LiveSession:
         the next."""
         if self.steps >= self.max_new_tokens:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: all of them have been decoded")
-        is_last = self.steps + 2 >= self.max_new_tokens
-        step = DecodeStep(self.caches, self.parts, self.timeline, is_last=is_last)
+        logits = self.run_step(ids) if self.graphs is None else self.graphs.step(ids)
+        self.clock.mark()
+        for use in self.link_uses:
+            use.mark()
+        return logits
+
+    @property
+    def is_last_step(self) -> bool:
+        """True if no step follows the next one."""
+        return self.steps + 2 >= self.max_new_tokens
+
+    def run_step(self, ids: Tensor) -> Tensor:
+        """`decode_step` by Python."""
+        self.batch.begin()
+        step = DecodeStep(self.caches, self.parts, self.timeline, is_last=self.is_last_step)
         positions = self.batch.positions
         with launching_on(self.attached.device), sdpa_kernel(ROW_BACKENDS):
             step.begin()
@@ -171,10 +197,20 @@ class LiveSession:
         self.reads.count(positions[:, None], step.reads)
         self.batch.advance()
         logits = self.attached.logits(hidden[:, -1])
-        self.clock.mark()
-        for use in self.link_uses:
-            use.mark()
+        if self.bucket:
+            self._settle()
         return logits
+
+    def _settle(self) -> None:
+        """End a step that may be recorded: nothing that it began goes on behind it."""
+        for count in self.traffic.counts:
+            count.add_up()  # they may be kept where the next step's come
+        with launching_on(self.attached.device):
+            for cache in self.caches:
+                if isinstance(cache, LayerCache):
+                    cache.fetcher.settle()
+            if self.link is not None:
+                self.link.join()
 
     @torch.inference_mode()
     def fork(self) -> LiveSession:
@@ -215,6 +251,7 @@ class LiveSession:
         child.reads.slot_bytes = self.reads.slot_bytes
         child.clock = StepClock(self.attached.device)
         child.link_uses = [link.open_use() for link in self.links]
+        child.graphs = None if self.graphs is None else StepGraphs(child)
         return child
 
     def _bring_back_prompt(self) -> None:
@@ -237,6 +274,21 @@ class LiveSession:
         self.clock.begin_prompt(num_rows)
         for use in self.link_uses:
             use.begin()
+
+    def why_eager(self) -> str | None:
+        """Why no decode step can be replayed in place of a neighbour, in words; None: one can."""
+        state, device = self.method.state, self.attached.device
+        if state is not None and not state.replayable:
+            return f"{self.method.title} does not say that its steps are replayable"
+        if any(each.residual for each in every_codec(self.codec)):
+            return "the codec packs groups of tokens in some steps"
+        if self.placement == "disk" or (self.link is not None and not self.link.overlap):
+            return "the host moves rows within a step"
+        if self.placement == "host" and device.type == "cuda" and not self.pinned:
+            return "the host waits for transfers from memory that is not page-locked"
+        if self.attached.decoder.recurrent:
+            return "the model has recurrent layers"
+        return None
 
     @property
     def share(self) -> DeviceShare:
@@ -339,6 +391,8 @@ class LiveSession:
         finally:
             for use in self.link_uses:
                 use.close()
+            if self.graphs is not None:
+                self.graphs.close()
             self.caches = []
             self.parts = {}
             self._free()
@@ -369,7 +423,7 @@ class LiveSession:
         self.activations = activations
         attached.require_length(real.shape[1] + self.max_new_tokens)
         attached.require_even(real)
-        batch = TokenBatch(real, self.max_new_tokens)
+        batch = TokenBatch(real, self.max_new_tokens, self.bucket)
         rooms = self.plan.rooms(batch.counts)
         state = new_state(attached, method, batch.lengths, self.plan.calibration)
         self._share = DeviceShare(attached.device, batch, self.traffic, self.link, rooms, state)
@@ -437,6 +491,8 @@ class LiveSession:
             share.home = share.link.disk.new_file(blocks)
         for store in stores.values():
             store.allocate(share.home)
+            if self.bucket and self.link is None:
+                store.clear()  # slots are read before they are written, and must be numbers
         if share.device.type == "cuda":
             _compile_kernels(share, [*stores.values()])
 
@@ -470,7 +526,8 @@ def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:
             kernels.warm(store.slots, share.device, store.tuning)
     nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=share.device)
     if share.rooms is not None:
-        GpuCache([1], 1, share.device).request(nothing, nothing.int(), 1)
+        tokens, column = nothing.int(), share.batch.column
+        GpuCache([1], 1, share.device).request(nothing, tokens, column, 1)
     else:
         indices(nothing, 1)
 

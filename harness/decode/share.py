@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.decode.disk import DiskFile
 from harness.decode.links import Link, Ticket
 from harness.decode.memory import PinnedSlab
-from harness.decode.store import KVStore
+from harness.decode.store import Chosen, KVStore, chosen
 from methods.base import EMPTY, Lengths, PromptRows, State, TokenCounts
 
 LAYERS_UNDER_WAY = 2
@@ -45,13 +45,19 @@ class BatchLengths(NamedTuple):
 class TokenBatch:
     """Tokens and progress of a batch, shared by the layers.
 
-    real: bool [batch, prompt], padding on the left. tokens: int32 [batch, columns], the position of
-    each column's token, `EMPTY` for none. positions: int [batch], cached tokens before this step.
-    row_positions, one_row, slots: made once for the `QueryRows` of all layers, since each new
-    tensor is a launch.
+    A step looks at the columns before its `limit`. By default this is the column behind its own.
+    With `bucket` it is the end of a bucket: neighbouring steps then have the same lengths, and only
+    what lies on the device says which column is theirs. Columns behind that one hold no token yet,
+    so they are invisible.
+
+    real: bool [batch, prompt], padding on the left. bucket: generated columns of the first bucket;
+    each next one ends at twice as many. 0: there are none. tokens: int32 [batch, columns], the
+    position of each column's token, `EMPTY` for none. column: int64 [1], the step's own.
+    Of a step: positions: int [batch], cached tokens before it. row_positions, one_row, slots: made
+    once for the `QueryRows` of all layers, since each new tensor is a launch.
     """
 
-    def __init__(self, real: Tensor, max_new_tokens: int) -> None:
+    def __init__(self, real: Tensor, max_new_tokens: int, bucket: int = 0) -> None:
         batch, prompt_columns = real.shape
         columns = prompt_columns + max_new_tokens
         prompt = real.sum(-1)
@@ -61,65 +67,133 @@ class TokenBatch:
         self.counts = BatchLengths(self.prompts, max_new_tokens)
         self.is_padded = min(self.prompts) < prompt_columns
         self.max_new_tokens = max_new_tokens
+        self.bucket = bucket
         self.steps = 0
-        self.positions = prompt
-        self.row_positions = prompt[:, None].int()
+        self.column = torch.full((1,), prompt_columns, device=real.device)
+        self._padding = prompt_columns - prompt
+        self.begin()
         self.one_row = torch.ones_like(real[:, :1])
         self.slots = torch.arange(columns, device=real.device).expand(batch, 1, -1)
         self.tokens = torch.full((batch, columns), EMPTY, device=real.device).int()
         self.tokens[:, :prompt_columns] = PromptRows(real, prompt_columns).positions.int()
+
+    def begin(self) -> None:
+        """Begin a step: what is true of it is made anew, since a state may keep that of the step
+        before."""
+        self.positions = self.column - self._padding
+        self.row_positions = self.positions[:, None].int()
+        self._own_index: dict[int, Tensor] = {}
+        self._generated: dict[tuple[int, int], Chosen] = {}
 
     @property
     def columns(self) -> int:
         """Columns before this step."""
         return self.real.shape[1] + self.steps
 
+    def limit(self, steps_ahead: int = 0) -> int:
+        """Columns that the views of a later step have, its own included."""
+        return self.real.shape[1] + self._steps_of_bucket(steps_ahead).stop
+
+    def _steps_of_bucket(self, steps_ahead: int) -> range:
+        """The steps whose views have the lengths of a later step's; without buckets it alone."""
+        step = self.steps + steps_ahead
+        if not self.bucket:
+            return range(step, step + 1)
+        first, end = 0, self.bucket
+        while end <= step:
+            first, end = end, 2 * end
+        return range(first, min(end, self.max_new_tokens))
+
+    @property
+    def hides_columns(self) -> bool:
+        """True if a step must not read some of the columns in its views."""
+        return self.is_padded or bool(self.bucket)
+
+    @property
+    def own_slots(self) -> Tensor:
+        """The step's own column, int64 [batch, 1, 1]."""
+        return self.column.expand(len(self.tokens), 1, 1)
+
+    def own_index(self, num_kv_heads: int) -> Tensor:
+        """The same of each head, int64 [batch, num_kv_heads, 1], made once a step."""
+        if num_kv_heads not in self._own_index:
+            index = self.own_slots.expand(-1, num_kv_heads, -1)
+            # A copy: the column moves on while the link may still read it.
+            self._own_index[num_kv_heads] = index.clone(memory_format=torch.contiguous_format)
+        return self._own_index[num_kv_heads]
+
+    def generated(self, num_kv_heads: int, steps_ahead: int = 0) -> Chosen | None:
+        """The slots of the generated tokens that a later step reads, and -1 for the columns behind
+        them in its views; made once a step. None where views end with them: without buckets."""
+        first, end = self.real.shape[1], self.limit(steps_ahead) - 1
+        if not self.bucket or first == end:
+            return None
+        key = num_kv_heads, steps_ahead
+        if key not in self._generated:
+            columns = self.slots[..., first:end]
+            slots = torch.where(columns < self.column + steps_ahead, columns, -1)
+            self._generated[key] = chosen(slots.expand(-1, num_kv_heads, -1).contiguous())
+        return self._generated[key]
+
     def rows(self, steps: int) -> list[TokenCounts]:
         """As `BatchLengths.rows`."""
         return self.counts.rows(steps)
 
+    def rows_of_bucket(self, steps_ahead: int = 0) -> list[TokenCounts]:
+        """As `rows`, of all steps whose views have the lengths of a later step's."""
+        return [row for step in self._steps_of_bucket(steps_ahead) for row in self.rows(step)]
+
     def advance(self) -> None:
         """End the step: its tokens are cached now."""
-        self.tokens[:, self.columns] = self.row_positions[:, 0]
-        self.positions = self.positions + 1
-        self.row_positions = self.row_positions + 1
+        self.tokens.index_copy_(1, self.column, self.row_positions)
+        self.column += 1
         self.steps += 1
 
 
 class RowCount:
-    """Rows, and their payload bytes, summed without a sync."""
+    """Rows, and their payload bytes, summed without a sync.
+
+    of_host: sums of numbers that the host knows, by the bytes of a row. Those of numbers that lie
+    on the device are there, in place.
+    """
 
     def __init__(self) -> None:
-        self._num_rows: dict[int, int | Tensor] = {}
-        """By the bytes of a row."""
+        self.of_host: dict[int, int] = {}
+        self._on_device: dict[int, Tensor] = {}
         self._counts: dict[int, list[Tensor]] = {}
 
     def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
         """num_rows: under CUDA numbers on the device, to be added up."""
         if isinstance(num_rows, int):
-            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + num_rows
+            self.of_host[row_bytes] = self.of_host.get(row_bytes, 0) + num_rows
             return
         counts = self._counts.setdefault(row_bytes, [])
         counts.append(num_rows)
         if len(counts) == COUNTS_AT_ONCE:
-            self._sum()
+            self.add_up()
 
     @property
     def num_rows(self) -> int | Tensor:
         """So far; 0-d on the device if a count was there."""
-        self._sum()
-        return sum(self._num_rows.values())
+        self.add_up()
+        return sum([*self.of_host.values(), *self._on_device.values()])
 
     @property
     def num_bytes(self) -> int | Tensor:
         """As `num_rows`."""
-        self._sum()
-        return sum(num_rows * row_bytes for row_bytes, num_rows in self._num_rows.items())
+        self.add_up()
+        of_host = sum(num_rows * row_bytes for row_bytes, num_rows in self.of_host.items())
+        on_device = [num_rows * row_bytes for row_bytes, num_rows in self._on_device.items()]
+        return sum(on_device, start=of_host)
 
-    def _sum(self) -> None:
+    def add_up(self) -> None:
+        """Add the numbers that lie on the device to their sums."""
         for row_bytes, counts in self._counts.items():
             total = torch.cat([count.flatten() for count in counts]).sum()
-            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + total
+            if row_bytes in self._on_device:
+                self._on_device[row_bytes] += total
+            else:
+                self._on_device[row_bytes] = total
         self._counts.clear()
 
 
@@ -139,6 +213,11 @@ class Traffic:
         self.late = RowCount()
         self.missed = RowCount()
         self.block_bytes = 0
+
+    @property
+    def counts(self) -> list[RowCount]:
+        """All of them."""
+        return [self.loaded, self.written, self.late, self.missed]
 
 
 class DeviceShare:

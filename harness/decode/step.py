@@ -39,8 +39,8 @@ class DecodeStep(Handler):
 
     reads: of each layer under the method, whose tensors a state may give to several layers of the
     step. rest: what stands for the tokens that a layer does not read, between its selection
-    and its attention. bias_of_columns: of the layers that read all columns of a padded batch, by
-    device and dtype.
+    and its attention. bias_of_columns: of the layers that read all columns where some are hidden,
+    by device, dtype, and whether they lie in place.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DecodeStep(Handler):
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
         self.reads: list[LayerRead] = []
         self.rest: dict[LayerCache, Rest] = {}
-        self.bias_of_columns: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self.bias_of_columns: dict[tuple[torch.device, torch.dtype, bool], Tensor] = {}
 
     def begin(self) -> None:
         """Request the first layers' rows, unless the step before has: in the first step it has
@@ -142,7 +142,7 @@ class DecodeStep(Handler):
     def _hide_unread(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
         """Let a method that looks at scores say which fetched rows it reads, and hide the scores of
         the others. `scores` has the own row last."""
-        selection = cache.selection_by(query, lambda: scores)
+        selection = cache.selection_by(query, lambda: cache.as_slots_lie(scores))
         self._note(cache, selection)
         if cache.following is not None and _decides_for_next(cache):
             self._request_early(cache.following, query)
@@ -199,9 +199,9 @@ class DecodeStep(Handler):
         row is not read: [batch, 1 or num_kv_heads, 1 or group, n + 1] in the dtype of `query`, None
         for nothing."""
         if fetch.present is None and not cache.evicts:  # all columns, in each such layer
-            key = query.device, query.dtype
-            if cache.batch.is_padded and key not in self.bias_of_columns:
-                self.bias_of_columns[key] = _new_bias(cache, query, None, cache.visible(fetch))
+            key = query.device, query.dtype, fetch.in_place
+            if cache.batch.hides_columns and key not in self.bias_of_columns:
+                self.bias_of_columns[key] = _bias_of_columns(cache, query, fetch)
             return self.bias_of_columns.get(key)
         return _new_bias(cache, query, fetch.bias, cache.visible(fetch))
 
@@ -243,21 +243,37 @@ class DecodeStep(Handler):
         return output
 
 
+def _bias_of_columns(cache: LayerCache, query: Tensor, fetch: Fetch) -> Tensor:
+    """`DecodeStep._bias` of a layer that reads all columns."""
+    batch, visible = cache.batch, cache.visible(fetch)
+    if not (batch.bucket and fetch.in_place):
+        return _new_bias(cache, query, None, visible)
+    # The own row lies at its column, which need not be the last one.
+    tokens = batch.tokens[:, None, None, : batch.limit()]
+    columns = batch.slots[:, :, None, : batch.limit()]
+    visible = (tokens < batch.positions[:, None, None, None]) | (columns == batch.column)
+    return _new_bias(cache, query, None, visible, own=0)
+
+
 def _new_bias(
-    cache: LayerCache, query: Tensor, of_rows: Tensor | None, visible: Tensor | None
+    cache: LayerCache,
+    query: Tensor,
+    of_rows: Tensor | None,
+    visible: Tensor | None,
+    own: int = 1,
 ) -> Tensor:
     """A bias of the n cached rows, and 0 for the own one: [batch, 1 or num_kv_heads, 1 or group, n
-    + 1].
+    + own].
 
     of_rows: added to their scores, [batch, num_kv_heads, 1 or group, 1, n]; visible: bool [batch, 1
-    or num_kv_heads, 1, n]; None for all.
+    or num_kv_heads, 1, n]; None for all. own: 0 where the own row is among the n.
     """
     known = of_rows.squeeze(3) if of_rows is not None else visible
     assert known is not None, "there is something to add"
-    length = known.shape[-1] + 1
-    room = -(-length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
-    bias = query.new_zeros((*known.shape[:-1], room))[..., :length]
-    cached = bias[..., :-1]
+    num_cached = known.shape[-1]
+    room = -(-(num_cached + own) // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    bias = query.new_zeros((*known.shape[:-1], room))[..., : num_cached + own]
+    cached = bias[..., :num_cached]
     if of_rows is not None:
         cached.copy_(known)
     if visible is not None:  # one launch, where `masked_fill_` takes the mask's opposite

@@ -227,9 +227,12 @@ class KVStore:
         """Fill the slots with zeros."""
         self.slots.zero_()
 
-    def num_rows(self, request: int | Chosen) -> int | Tensor:
-        """Rows of that many slots of every head, or of the chosen slots."""
-        return request * self.heads if isinstance(request, int) else request.num_rows
+    def num_rows(self, request: SlotRequest) -> int | Tensor:
+        """Rows of that many slots of every head, of a range of them, or of the chosen slots."""
+        if isinstance(request, Chosen):
+            return request.num_rows
+        count = request if isinstance(request, int) else request.stop - request.start
+        return count * self.heads
 
     def buffer_bytes(self, num_rows: int) -> int:
         """Bytes of a buffer for `num_rows` rows of each head and the step's own row behind them."""

@@ -383,7 +383,8 @@ class _Block:
             of_row = mask[:, :, row] & real[:, row, None, None]
             of_row = of_row.expand(-1, num_kv_heads, -1)
             most = int(of_row.sum(-1).max())
-            fetch, _ = gpu_cache.request(of_row, self.tokens[:, None], most)
+            own = torch.tensor([self.first_own + row], device=of_row.device)
+            fetch, _ = gpu_cache.request(of_row, self.tokens[:, None], own, most)
             loaded[:, this] += (fetch.slots >= 0).sum((1, 2))[:, None].to(loaded)
         selected = mask.sum(-1).sum(1) * (num_kv_heads // mask.shape[1])
         self._add(self.counts.selected, selected)

@@ -99,3 +99,21 @@ def test_a_managed_and_a_pageable_cache_give_what_one_on_the_device_gives(attach
         pageable, session = decode(attached, CASES[name], may_wait=True, placement="host", link=link, pinned=False)
         session.close()
     assert torch.equal(managed, expected) and torch.equal(pageable, expected)
+
+
+@gpu
+@pytest.mark.parametrize("gpu_cache", [0, 1])
+@pytest.mark.parametrize(
+    "name", ["full", "int4", "h2o", "snapkv", "infinigen", "infinigen-sampled", "quest", "pool-lru"]
+)
+def test_replayed_steps_are_those_of_python_on_a_gpu(attached, link, name, gpu_cache):
+    case, found = CASES[name], []
+    options = {"placement": "host", "link": link, "gpu_cache": gpu_cache * case.method.names_rows, "bucket": STEPS}
+    for graphs in (False, True):
+        logits, session = decode(attached, case, may_wait=True, graphs=graphs, **options)
+        rows = [int(count.num_rows) for count in session.traffic.counts]
+        found.append((logits, rows, session.reads.budget))
+        assert not graphs or (session.graphs.recorded and session.graphs.failure is None)
+        session.close()
+    (expected, *others), (replayed, *of_replay) = found
+    assert torch.equal(replayed, expected) and of_replay == others

@@ -192,11 +192,13 @@ def test_lists_are_those_of_the_cpu(case, block):
         age = torch.rand(resident.shape, generator=torch.Generator().manual_seed(int(mask.sum()))).argsort(-1)
         tokens = torch.arange(mask.shape[-1], 0, -1).int().expand(len(mask), 1, -1)
         most = max(1, int(mask.sum(-1).max()))
-        given = mask, tokens, resident, age
-        missing, targets, *after, number = rows.missing_rows(*(each.to(DEVICE) for each in given), 5 << 32, most)
-    expected, expected_targets, *expected_after, num_missing = missing_rows(*given, 5 << 32, most)
+        given = mask, tokens, resident, age, torch.tensor([5])
+        there = [each.clone().to(DEVICE) for each in given]
+        missing, targets, present, number = rows.missing_rows(*there, most)
+    expected, expected_targets, expected_present, num_missing = missing_rows(*given, most)
     assert torch.equal(missing.cpu(), expected) and int(number.sum()) == num_missing
-    assert all(torch.equal(each.cpu(), other) for each, other in zip(after, expected_after, strict=True))
+    assert torch.equal(present.cpu(), expected_present)
+    assert all(torch.equal(each.cpu(), other) for each, other in zip(there, given, strict=True))
     fetched = missing >= 0
     assert torch.equal(targets[fetched].cpu(), expected_targets[fetched.cpu()])
 

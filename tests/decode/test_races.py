@@ -152,13 +152,16 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def decode(name: str, *, gpu_cache: float = 0, overlap: bool = True) -> tuple[Tensor, Accesses, set[int]]:
+def decode(
+    name: str, *, gpu_cache: float = 0, overlap: bool = True, bucket: int = 0
+) -> tuple[Tensor, Accesses, set[int]]:
     """Logits of a prompt and forced steps through the real link, what was accessed, and the storages of host memory."""
     accesses = Accesses()
     with attach(tiny("gqa")) as attached, pytest.MonkeyPatch.context() as patch:
         accesses.watch(patch)
         link = CudaLink(attached.device, overlap=overlap)
-        session = open_live(attached, CASES[name], steps=STEPS, placement="host", link=link, gpu_cache=gpu_cache)
+        options = {"steps": STEPS, "placement": "host", "link": link, "gpu_cache": gpu_cache, "bucket": bucket}
+        session = open_live(attached, CASES[name], **options)
         with closing(session), accesses:
             logits = force(session, PROMPTS["padded"], STEPS)
             return logits, accesses, {_storage(store.slots) for store in session.stores}
@@ -179,6 +182,14 @@ def test_no_access_overtakes_another(name, gpu_cache, overlap):
         assert largest_difference(logits, on_device(name)) <= TOLERANCE
     else:
         assert torch.equal(logits, on_device(name))
+
+
+@pytest.mark.parametrize(("name", "gpu_cache"), [("full", 0), ("int4", 0), ("h2o", 0), ("infinigen", 1)])
+def test_no_access_overtakes_another_in_a_bucket(name, gpu_cache):
+    with fake_streams():
+        logits, accesses, host = decode(name, gpu_cache=gpu_cache, bucket=STEPS)
+        assert accesses.races() == [] and accesses.unrecorded(host) == []
+    assert largest_difference(logits, on_device(name)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["full", "infinigen"])

@@ -1,7 +1,7 @@
 """Slots, buffers and what moves between them, against plain Python: stores, row kernels, copies, fetches."""
 
 import importlib.util
-from itertools import product
+from itertools import count, product
 
 import pytest
 import torch
@@ -221,7 +221,7 @@ def test_rows_leave_by_least_recent_use(data):
     slots, steps = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
     rooms = data.draw(st.lists(st.integers(1, slots), min_size=1, max_size=2))
     gpu_cache, recent = GpuCache(rooms, 2, torch.device("cpu")), [[[], []] for _ in rooms]
-    for _ in range(steps):
+    for step in range(steps):
         choices = [st.sets(st.integers(0, slots - 1), max_size=room) for room in rooms for _ in range(2)]
         wanted = [data.draw(each) for each in choices]
         mask = torch.zeros(len(rooms), 2, slots, dtype=torch.bool)
@@ -233,7 +233,8 @@ def test_rows_leave_by_least_recent_use(data):
             expected.append(len(asked - {*there}))
             there[:] = ([slot for slot in there if slot not in asked] + sorted(asked))[-rooms[sequence] :]
         most = max(1, *map(len, wanted))
-        fetch, present = gpu_cache.request(mask, torch.arange(slots).expand(len(rooms), 1, -1).int(), most)
+        tokens = torch.arange(slots).expand(len(rooms), 1, -1).int()
+        fetch, present = gpu_cache.request(mask, tokens, torch.tensor([slots + step]), most)
         assert (fetch.slots >= 0).sum(-1).flatten().tolist() == expected
         for number, kept in enumerate(gpu_cache.slots.flatten(0, 1).tolist()):
             sequence, head = divmod(number, 2)
@@ -261,10 +262,11 @@ def test_a_fork_keeps_the_rows_and_ages_of_its_own_sequences():
         """Whether each sequence's slot must be fetched."""
         mask = torch.zeros(len(slots), 1, 4, dtype=torch.bool)
         mask[range(len(slots)), 0, slots] = True
-        fetch, _ = rows.request(mask, torch.arange(4).expand(len(slots), 1, -1).int(), 1)
+        tokens = torch.arange(4).expand(len(slots), 1, -1).int()
+        fetch, _ = rows.request(mask, tokens, torch.tensor([next(columns)]), 1)
         return (fetch.slots >= 0).flatten().tolist()
 
-    trunk = GpuCache([2, 2], 1, torch.device("cpu"))
+    columns, trunk = count(4), GpuCache([2, 2], 1, torch.device("cpu"))
     for slots in ((0, 0), (1, 1), (1, 0)):  # slot 0 is the older one in the first sequence, slot 1 in the second
         ask(trunk, *slots)
     child = trunk.fork(torch.tensor([1, 0]))

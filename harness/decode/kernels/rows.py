@@ -169,22 +169,20 @@ def _list_slots(
         "num_slots",
         "room",
         "most",
-        "now",
     ]
 )
 def _list_missing(
     mask,
     tokens,
-    kept,
+    kept,  # these two change in place
     age,
     leaving,
     wanted,  # a head's mask, from which what stays is struck out
     missing,
     targets,
-    after,
-    age_after,
     present,
     number,  # of each head's missing slots
+    column,
     heads,
     batch_stride,
     head_stride,
@@ -193,21 +191,20 @@ def _list_missing(
     num_slots,
     room,
     most,
-    now,
+    TOKEN_BITS: tl.constexpr,  # of an age; the column is above them
     BLOCK: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
+    now = tl.load(column) << TOKEN_BITS
     mask += head // heads * batch_stride + head % heads * head_stride
     tokens += head // heads * token_batch_stride + head % heads * token_head_stride
     wanted += head * num_slots
     kept += head * room
     age += head * room
-    age_after += head * room
     present += head * room
     leaving += head * room
     missing += head * most
     targets += head * most
-    after += head * room
     for first in range(0, num_slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
         tl.store(
@@ -223,10 +220,8 @@ def _list_missing(
         held = tl.load(kept + row, mask=place < room, other=-1)
         stays = (held >= 0) & (tl.load(mask + held, mask=held >= 0, other=0) != 0)
         tl.store(wanted + held, tl.zeros((BLOCK,), tl.int1), mask=stays)
-        tl.store(after + row, held, mask=place < room)
         token = tl.load(tokens + held, mask=stays, other=0).to(tl.int64)
-        old = tl.load(age + row, mask=place < room, other=0)
-        tl.store(age_after + row, tl.where(stays, token + now, old), mask=place < room)
+        tl.store(age + row, token + now, mask=stays)
         tl.store(present + row, stays, mask=place < room)
         leaves = ((place < room) & ~stays).to(tl.int32)
         order = count + tl.cumsum(leaves) - 1
@@ -241,9 +236,9 @@ def _list_missing(
         asked = (asked != 0) & (order < most)
         tl.store(missing + order, slot.to(tl.int64), mask=asked)
         target = tl.load(targets + order, mask=asked, other=0)
-        tl.store(after + target, slot.to(tl.int64), mask=asked)
+        tl.store(kept + target, slot.to(tl.int64), mask=asked)
         token = tl.load(tokens + slot, mask=asked, other=0).to(tl.int64)
-        tl.store(age_after + target, token + now, mask=asked)
+        tl.store(age + target, token + now, mask=asked)
         tl.store(present + target, asked, mask=asked)
         count += tl.sum(asked.to(tl.int32))
     tl.store(number + head, count)
@@ -275,14 +270,13 @@ def indices(mask: Tensor, cap: int) -> tuple[Tensor, Tensor]:
 
 
 def missing_rows(
-    mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, column: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `gpu_cache.missing_rows`, with the number of each head's missing slots, int32 [batch,
     heads]. A target without a missing slot may be anything."""
     batch, heads, num_slots = mask.shape
     missing = kept.new_empty((batch, heads, most))
     targets = torch.empty_like(missing)
-    after, age_after = torch.empty_like(kept), torch.empty_like(age)
     present = torch.empty_like(kept, dtype=torch.bool)
     mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     tokens = tokens.expand(-1, heads, -1)
@@ -297,11 +291,11 @@ def missing_rows(
         wanted,
         missing,
         targets,
-        after,
-        age_after,
         present,
         number,
+        column,
     )
-    sizes = (heads, *mask.stride()[:2], *tokens.stride()[:2], num_slots, kept.shape[-1], most, now)
-    _list_missing[(batch * heads,)](*lists, *sizes, BLOCK=BLOCK, num_warps=LIST_WARPS)
-    return missing, targets, after, age_after, present, number
+    sizes = (heads, *mask.stride()[:2], *tokens.stride()[:2], num_slots, kept.shape[-1], most)
+    blocks = {"TOKEN_BITS": 32, "BLOCK": BLOCK, "num_warps": LIST_WARPS}
+    _list_missing[(batch * heads,)](*lists, *sizes, **blocks)
+    return missing, targets, present, number
