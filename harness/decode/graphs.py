@@ -142,8 +142,8 @@ class StepGraphs:
 
     def _record(self, begin: HostState) -> Recorded | None:
         """Record a step. None where CUDA refuses it; the host is then as before."""
-        graph = torch.cuda.CUDAGraph()
         try:
+            graph = torch.cuda.CUDAGraph()
             with (
                 self._unwatched(),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),

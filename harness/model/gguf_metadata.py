@@ -37,7 +37,8 @@ FAMILIES = {
     "phi3": "phi3",
 }
 """Families whose files are read, as `general.architecture` names them, and transformers' names. It
-takes a file of the family llama whose whole name is "mistral" as one with windows, which is refused."""
+takes a file of the family llama whose whole name is "mistral" as one with windows, which it has
+not."""
 FOLLOWED = (
     "context_length", "block_count", "vocab_size", "embedding_length", "feed_forward_length",
     "attention.head_count", "attention.head_count_kv", "attention.key_length",

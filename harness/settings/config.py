@@ -135,8 +135,9 @@ class CalibrationConfig:
 class PlatformConfig:
     """The machine on which a run computes: `cpu`, `cuda`, or one that is modelled.
 
-    device_gib: of an emulated device on a CPU, or of a smaller CUDA card. sheet: of a machine that
-    is modelled, its file in `conf/platform`, for the cost model; None for one that runs.
+    device_gib: of an emulated device on a CPU, or of a smaller CUDA card. graphs: whether timed
+    runs replay their decode steps as CUDA graphs, where the method allows it. sheet: of a machine
+    that is modelled, its file in `conf/platform`, for the cost model; None for one that runs.
     """
 
     name: Text
@@ -147,6 +148,7 @@ class PlatformConfig:
     device_gib: Positive | None = None
     host_gib: Positive | None = None
     disk_dir: FolderText | None = None
+    graphs: Literal["off", "auto"] = "off"
     sheet: Mapping[str, Any] | None = None
 
 

@@ -18,6 +18,9 @@ COMMON = (
     *OF_CODECS, "budget", "budget_rule", "gpu_cache",
 )  # fmt: skip
 """Settings that decide the numbers of every kind of run."""
+RECORDING_STEPS = 4
+"""Decode steps until all later ones are replayed: of two kinds, by which buffer is free, one that
+runs as it is, and one that is recorded."""
 Rules = Iterator[tuple[str, object, str]]
 """A setting, whether it is wrong, and why, for each rule."""
 
@@ -116,6 +119,9 @@ def _of_generate(config: RunConfig) -> Rules:
 
 
 def _of_latency(config: RunConfig) -> Rules:
+    unrecorded = config.platform.graphs != "off" and config.latency.warmup_steps < RECORDING_STEPS
+    recorded = f"must be at least {RECORDING_STEPS} with platform.graphs=auto, which records them"
+    yield "warmup_steps", unrecorded, recorded
     if not config.latency.largest:
         return
     platform, method = config.platform, config.method

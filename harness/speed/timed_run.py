@@ -66,16 +66,20 @@ from harness.replay.session import Setup
 from harness.results.step_stats import deviation, ratio, times_of
 from harness.settings.config import LatencyConfig, Placement
 
+REPLAYED = "CUDA graphs"
+
 
 class TimedRun(NamedTuple):
     """How a run is timed. shape: how long and how often. placement, pinned: as of `LiveSession`.
-    weights_on_device: as `on_device` of `streamed_weights`."""
+    weights_on_device: as `on_device` of `streamed_weights`. graphs: decode steps are replayed as
+    CUDA graphs where they can be."""
 
     setup: Setup
     shape: LatencyConfig
     placement: Placement = "host"
     pinned: bool = True
     weights_on_device: float = 1.0
+    graphs: bool = False
 
 
 class SharedPrompt(NamedTuple):
@@ -100,8 +104,8 @@ class _Repeat(NamedTuple):
 
     decoding_s: of all num_steps steps, warm-up included. counts: by name, what the timed steps
     moved and read; None for what has no meaning. timed_busy_s, timed_span_s: of the timed steps,
-    summed over the links, seconds in which they were busy, and all. kept: the cache's bytes, and
-    tokens evicted, by column.
+    summed over the links, seconds in which they were busy, and all. steps_by: see `_steps_by`.
+    kept: the cache's bytes, and tokens evicted, by column.
     """
 
     begin_s: float
@@ -111,6 +115,7 @@ class _Repeat(NamedTuple):
     counts: dict[str, int | None]
     timed_busy_s: float
     timed_span_s: float
+    steps_by: str
     kept: dict[str, Any]
     pinned_bytes: int
     peak_device_bytes: int
@@ -160,6 +165,8 @@ def time_run(
         pinned=pinned,
         slabs=slabs,
         timeline=timeline,
+        bucket=shape.gen_len if run.graphs else 0,
+        graphs=run.graphs,
     )
     share = run.weights_on_device
     repeats: list[_Repeat] = []
@@ -243,6 +250,7 @@ def _time_repeat(
             counts=counts,
             timed_busy_s=timed_busy_s,
             timed_span_s=timed_span_s,
+            steps_by=_steps_by(session, run),
             kept={
                 "host_kv_bytes": session.host_bytes,
                 "disk_kv_bytes": session.disk_bytes or None,
@@ -268,6 +276,8 @@ def _timing(
     shape = run.shape
     num_steps = shape.gen_len - 1
     crosses = run.placement != "managed"
+    steps_by = repeats[0].steps_by
+    is_marked = steps_by != REPLAYED  # else no event lies within a step
     timed = [seconds for repeat in repeats for seconds in repeat.step_s]
     segments = [step for repeat in repeats for step in repeat.segments]
     ttft_s = [of_pass + repeat.begin_s for of_pass, repeat in zip(dense_s, repeats, strict=True)]
@@ -302,18 +312,18 @@ def _timing(
     metrics |= {
         "read_amplification": None if from_disk is None else ratio(from_disk, wanted or 0),
         "weights_on_device": weights.on_device if weights else None,
-        "link_utilisation": ratio(timed_busy_s, timed_span_s),
+        "link_utilisation": ratio(timed_busy_s, timed_span_s) if is_marked else None,
         "hit_rate": None if rows_read is None else ratio(rows_found or 0, rows_read),
         **repeats[0].kept,  # all repeats keep the same bytes
-        "exposed_transfer_s": waited_s / len(timed) * num_steps if crosses else None,
-        "link_bytes_per_s": ratio(crossed, timed_busy_s),
+        "exposed_transfer_s": waited_s / len(timed) * num_steps if crosses and is_marked else None,
+        "link_bytes_per_s": ratio(crossed, timed_busy_s) if is_marked else None,
         "peak_device_bytes": max(repeat.peak_device_bytes for repeat in repeats),
         "budget": sum(repeat.num_steps * repeat.budget for repeat in repeats) / all_steps,
         "device_frac": sum(repeat.num_steps * repeat.device_frac for repeat in repeats) / all_steps,
     }
     for name in SEGMENTS:
         of_step = statistics.median(step[name] for step in segments)
-        metrics[f"{name}_s"] = of_step / num_layers
+        metrics[f"{name}_s"] = of_step / num_layers if is_marked else None
     if not run.setup.method.names_rows:
         metrics["prediction_s"] = None
     if not crosses:
@@ -324,6 +334,7 @@ def _timing(
         "step_s": [repeat.step_s for repeat in repeats],
         "segments": segments,
         "pinned_bytes": repeats[0].pinned_bytes,
+        "steps_by": steps_by,
         "timed_rows_read": rows_read,
         "timed_rows_found": rows_found,
     }
@@ -356,6 +367,14 @@ def _peak_device_bytes(session: LiveSession, weights: StreamedWeights | None) ->
     away = weights.host_bytes - weights.device_bytes if weights else 0
     whole = sum(weight.nbytes for weight in attached.model.parameters())
     return whole - away + session.device_bytes
+
+
+def _steps_by(session: LiveSession, run: TimedRun) -> str:
+    """What ran the decode steps: `REPLAYED`, or Python, and why if graphs were asked for."""
+    if not run.graphs:
+        return "Python"
+    why_not = session.why_eager() if session.graphs is None else session.graphs.failure
+    return REPLAYED if why_not is None else f"Python: {why_not}"
 
 
 def _begin(session: LiveSession, prompt: SharedPrompt | Tensor) -> Tensor:

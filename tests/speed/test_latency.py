@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu import TINY
 from harness import files
+from harness.decode.graphs import StepGraphs
 from harness.decode.links import open_link
 from harness.errors import UserError
 from harness.model import load as models
@@ -37,6 +38,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infinigen2 import InfiniGen2
+from methods.shadowkv import ShadowKV
 from tests.conftest import refused
 from tests.dying import die
 from tests.runs import calls_of, rows_at
@@ -139,6 +141,36 @@ def test_metrics_are_those_of_the_raw_times(timed):
     assert 0.3 * metrics["tpot_p50_s"] < 4 * block < 3 * metrics["tpot_p50_s"]
 
 
+def test_replayed_steps_have_a_time_and_no_parts(timed, monkeypatch):
+    """No event lies within a step that a graph runs."""
+    monkeypatch.setattr(StepGraphs, "step", lambda graphs, ids: graphs.session.run_step(ids))
+    metrics, samples = timed(Full(), graphs=True)
+    by_python, of_python = timed(Full())
+    assert (samples["steps_by"], of_python["steps_by"]) == ("CUDA graphs", "Python")
+    of_parts = [
+        "attention_s",
+        "ffn_s",
+        "transfer_s",
+        "other_s",
+        "link_utilisation",
+        "link_bytes_per_s",
+        "exposed_transfer_s",
+    ]
+    assert all(metrics[name] is None and by_python[name] is not None for name in of_parts)
+    counted = ["h2d_bytes", "d2h_bytes", "budget", "device_kv_bytes", "num_timed_steps"]
+    assert [metrics[name] for name in counted] == [by_python[name] for name in counted]
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [(Full(), ""), (ShadowKV(), "ShadowKV does not say that its steps are replayable")],
+    ids=["no GPU", "shadowkv"],
+)
+def test_graphs_that_cannot_be_had_leave_steps_to_python_and_say_why(timed, method, why):
+    metrics, samples = timed(method, graphs=True)
+    assert samples["steps_by"].startswith(f"Python: {why}") and metrics["other_s"] > 0
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_each_repeat_begins_anew_with_the_same_prompt(timed, shared):
     options = {"gpu_cache": 1, "shared": shared}
@@ -228,6 +260,8 @@ REFUSED = {
     "overlap=false: .*no link; use placement=host": [*ON_CUDA, "placement=managed", "platform.overlap=false"],
     "platform.device_gib=0: must be above 0": [*ON_CUDA, "system=uvm", "platform.device_gib=0"],
     "platform.device_gib=48: is for placement=managed": [*ON_CUDA, "system=offload", "platform.device_gib=48"],
+    "platform.graphs=auto: is for timed runs on platform=cuda": ["platform.graphs=auto"],
+    "warmup_steps=2: must be at least 4 with platform.graphs=auto": [*ON_CUDA, "platform.graphs=auto"],
     "platform.weights_on_device=0.5: an emulated device": ["platform.device_gib=48", "platform.weights_on_device=0.5"],
 }  # fmt: skip
 
