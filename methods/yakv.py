@@ -6,15 +6,15 @@ Official code: github.com/yandex-research/context-intensive-kv-offloading, `kv_c
 The rule, and where it differs (made into docs/methods.md):
 
 **yakv** codes a key as HIGGS does: blocks of at most 128 channels are rotated by the Hadamard
-matrix and divided by their length, so that a channel is nearly N(0, 1), and four channels become the
-number of the nearest of 256 points (`GRID_FILE`). A byte holds four channels; a block has its length
-in 16 bits. A token's score is the query's product with the key that the codes give; probabilities
-are over the tokens that compete, and a group takes the largest of its heads'. First tokens
-(`num_sinks`, 4) and the most recent ones (`recent_frac`, 0.22 of those that are read) are read
-beside the best.
+matrix and divided by their length, so that a channel is nearly N(0, 1), and four channels become
+the number of the nearest of 256 points (`GRID_FILE`). A byte holds four channels; a block has its
+length in 16 bits. A token's score is the query's product with the key that the codes give;
+probabilities are over the tokens that compete, and a group takes the largest of its heads'. First
+tokens (`num_sinks`, 4) and the most recent ones (`recent_frac`, 0.22 of those that are read) are
+read beside the best.
 
 - The points are ours: Lloyd's iteration on 2^20 normal vectors of a Sobol sequence. Their mean
-  squared error of a channel is 0.0966, the official grid's 0.0965.
+  squared error of a channel is 0.0966, that of the official ones 0.0965.
 - A block of the official code may span two KV heads (head_dim 64); here a head has its own blocks.
 - The official code reads rows of the prompt alone, and keeps generated tokens exact on the device;
   here generated tokens are coded and compete.
@@ -30,11 +30,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from methods.base import Calibration, Geometry, Lengths, PromptRows, QueryRows, require
 from methods.codecs.base import hadamard
 from methods.selection import Retrieving, RetrievingState
-
 
 PART = 4
 """Channels of a byte."""
@@ -70,6 +70,7 @@ class YAKVState(RetrievingState):
     """codes[layer]: uint8 [batch, num_kv_heads, slots, head_dim / 4]. block_lengths[layer]: of each
     block, fp16 [batch, num_kv_heads, slots, blocks]."""
 
+    replayable = True
     slot_tensors = {"codes": 0, "block_lengths": 0}
     codes: dict[int, Tensor]
     block_lengths: dict[int, Tensor]
@@ -94,7 +95,7 @@ class YAKVState(RetrievingState):
         super().prompt(layer, query, key, value, rows)
 
     def append(
-        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice
+        self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         blocks = key.float().unflatten(-1, (-1, self.block))
         lengths = blocks.norm(dim=-1)
@@ -112,7 +113,7 @@ class YAKVState(RetrievingState):
         geometry, num_slots = self.geometry, rows.slot_positions.shape[-1]
         codes = self.codes[layer][:, :, :num_slots]
         lengths = self.block_lengths[layer][:, :, :num_slots].float() * self.block**-0.5
-        points = torch.nn.functional.embedding(codes.int(), grid(codes.device))
+        points = embedding(codes.int(), grid(codes.device))
         blocks = points.flatten(-2).unflatten(-1, (-1, self.block))
         keys = (blocks * lengths.unsqueeze(-1)).flatten(-2)
         query = rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3)
