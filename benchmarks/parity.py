@@ -35,6 +35,8 @@ from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRo
 from methods.codecs.integers import ChannelCodec
 from methods.evicting import EvictingState
 from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen, choose_columns, skewing
 from methods.kvzip import KVzip
 from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
@@ -49,6 +51,7 @@ ROWS = 32
 """Last tokens whose queries select, where a method selects for each row."""
 FREEKV = "rooikeee/FreeKV accuracy/kvc/patch/dynamic_attention.py"
 SNAPKV = "FasterDecoding/SnapKV snapkv/monkeypatch/snapkv_utils.py"
+INFINIGEN = "snu-comparch/InfiniGen speedup/infinigen/infinigen/"
 SOCKET = (
     "skylight-org/sparse-attention-hub "
     "sparse_attention_hub/sparse_attention/research_attention/maskers/fixed/implementations/utils/socket_utils.py"
@@ -194,10 +197,10 @@ def kvzip(module: Any, layer: Layer) -> float:
     return float(((ours - score.score[0][0]).abs() <= 1e-6).float().mean())
 
 
-def selected(method: Method, layer: Layer, t: int) -> Tensor:
+def selected(method: Method, layer: Layer, t: int, calibration: Calibration | None = None) -> Tensor:
     """Which of the first t tokens row t reads by its own query: bool [num_kv_heads, t]. The keys stand for values."""
     lengths, position = torch.tensor([t]), torch.tensor([[t]])
-    state = method.new_state(layer.geometry, Lengths(lengths, lengths + 1))
+    state = method.new_state(layer.geometry, Lengths(lengths, lengths + 1), calibration)
     keys = layer.key[:, :, :t]
     state.prompt(0, layer.query[:, :, :t], keys, keys, PromptRows(torch.ones(1, t, dtype=torch.bool), t + 1))
     query = layer.query[:, :, t : t + 1]
@@ -205,6 +208,26 @@ def selected(method: Method, layer: Layer, t: int) -> Tensor:
     selection = state.select(0, rows)
     assert selection.mask is not None
     return selection.mask[0, :, 0]
+
+
+def kept_by_step(method: Method, layer: Layer, prompt: int) -> Iterator[Tensor]:
+    """What an evicting method keeps after the prompt and after each row behind it: bool [num_kv_heads, tokens]."""
+    tokens = layer.key.shape[2]
+    state = method.new_state(layer.geometry, Lengths(torch.tensor([prompt]), torch.tensor([tokens])))
+    assert isinstance(state, EvictingState)
+    keys, real = layer.key[:, :, :prompt], torch.ones(1, prompt, dtype=torch.bool)
+    state.prompt(0, layer.query[:, :, :prompt], keys, keys, PromptRows(real, tokens))
+    slots = torch.arange(tokens)[None, None]
+    for t in range(prompt, tokens):
+        is_kept = state.tokens[0][:, :, :tokens] != EMPTY
+        yield is_kept[0]
+        own = torch.tensor([[t]])
+        query = layer.query[:, :, t : t + 1]
+        readable = is_kept | (slots == t)
+        scores = query @ layer.key.mT * layer.geometry.scale
+        hidden = scores.masked_fill(~readable[:, :, None], -torch.inf).unsqueeze(2)
+        state.select(0, QueryRows(query, own, own >= 0, slots, own[None], partial(torch.Tensor.clone, hidden)))
+    yield state.tokens[0][0, :, :tokens] != EMPTY
 
 
 @compared("socket", SOCKET, "best tokens of each query head", num_sinks=0, recent_frac=0.0)
@@ -259,6 +282,71 @@ def freekv(module: Any, layer: Layer, policy: str) -> float:
     return sum(found) / len(found)
 
 
+@compared("infinigen, skewing", INFINIGEN + "skewing_controller.py", "columns of A")
+def infinigen_skewing(module: Any, layer: Layer) -> float:
+    """Columns of the authors' A, which is rounded to fp16, that are columns of ours but for sign and order. It is read
+    from identities, which the authors' function multiplies with it in the place of weights."""
+    layer = a_set_per_query_head(layer)
+    heads, head_dim = layer.geometry.num_heads, layer.geometry.head_dim
+    identity = torch.eye(heads * head_dim, dtype=torch.float16)
+    states = layer.query.transpose(1, 2), layer.key.transpose(1, 2)
+    folded, _ = module.skew(*states, identity, identity.clone(), heads, head_dim)
+    blocks = folded.view(heads, head_dim, heads, head_dim).diagonal(dim1=0, dim2=2).movedim(-1, 0).float()
+    return same_directions(blocks.mT, skewing(layer.query[0], heads))
+
+
+@compared("infinigen, columns", INFINIGEN + "partial_weight_generation_controller.py", "columns that rehearse")
+def infinigen_columns(module: Any, layer: Layer) -> float:
+    """By the magnitude of the query's columns alone, and as many as the speed code takes."""
+    layer = a_set_per_query_head(layer)
+    heads, head_dim = layer.geometry.num_heads, layer.geometry.head_dim
+    basis = skewing(layer.query[0], heads)
+    skewed = (layer.query @ basis).transpose(1, 2).flatten(2)
+    numbers = module.partial_weight_index_generation(skewed, heads, head_dim, SPEED_CODE.partial_weight_ratio)[0]
+    theirs = basis.gather(-1, numbers[:, None].expand(-1, head_dim, -1))
+    return same_directions(theirs, partial_columns(layer, basis, layer.key.shape[2]))
+
+
+@compared("infinigen, tokens", INFINIGEN + "kv_selection_controller.py", "tokens that are fetched")
+def infinigen_tokens(module: Any, layer: Layer) -> float:
+    """Tokens for each of the last rows, by the same columns: those within alpha of the best score, as many for a head
+    as the mean over the heads says, at most a fifth."""
+    layer, end, found = a_set_per_query_head(layer), layer.key.shape[2], []
+    heads, basis = layer.geometry.num_heads, skewing(layer.query[0], layer.geometry.num_heads)
+    for t in range(end - ROWS, end):
+        ours = selected(SPEED_CODE, layer, t, {"rotation": basis[None]})
+        columns = partial_columns(layer, basis, t)
+        keys = (layer.key[0, :, :t] @ columns).transpose(0, 1).contiguous()
+        query = layer.query[0, :, t : t + 1] @ columns * layer.geometry.scale
+        hidden = query.view(1, 1, -1)
+        most = int(SPEED_CODE.budget * t)
+        best = module.speculate_attention(hidden, torch.eye(hidden.shape[-1]), keys, heads, SPEED_CODE.alpha, most)
+        found.append(shared(ours, torch.zeros_like(ours).scatter_(1, best[:, 0].mT, True)))
+    return sum(found) / len(found)
+
+
+@compared("h2o", "FMInference/H2O h2o_hf/utils_real_drop/modify_llama.py", "kept tokens of the prompt and of each step")
+def h2o(module: Any, layer: Layer) -> float:
+    """Tokens that a query head keeps after the prompt and after each of the last rows, half of them recent."""
+    layer, end = a_set_per_query_head(layer), layer.key.shape[2]
+    prompt, budget = end - ROWS, end // 5
+    cache = module.H2OKVCache_LayerWise(hh_size=budget - budget // 2, recent_size=budget // 2)
+    causal = torch.ones(prompt, prompt, dtype=torch.bool).tril()
+    scores = layer.query[:, :, :prompt] @ layer.key[:, :, :prompt].mT * layer.geometry.scale
+    probs = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+    numbers, found = numbered(layer), []
+    kept_keys, kept_numbers = cache((layer.key[:, :, :prompt], numbers[:, :, :prompt]), probs)
+    for t, ours in enumerate(kept_by_step(H2O(0, kept_tokens=budget), layer, prompt), prompt):
+        found.append(shared(ours, marked(kept_numbers[0, :, :, 0], layer)))
+        if t == end:
+            break
+        keys = torch.cat([kept_keys, layer.key[:, :, t : t + 1]], 2)
+        values = torch.cat([kept_numbers, numbers[:, :, t : t + 1]], 2)
+        probs = (layer.query[:, :, t : t + 1] @ keys.mT * layer.geometry.scale).softmax(-1)
+        kept_keys, kept_numbers = cache((keys, values), probs)
+    return sum(found) / len(found)
+
+
 @compared("kivi", "jy-yuan/KIVI quant/new_pack.py", "coded keys")
 def kivi(module: Any, layer: Layer) -> float:
     """Numbers that read back within a quarter of a step of one another: keys in 2 bits, per channel of 32 tokens."""
@@ -267,6 +355,22 @@ def kivi(module: Any, layer: Layer) -> float:
     theirs = module.unpack_and_dequant_kcache(*packed, 32, 2).float()
     step = packed[1].expand(*packed[1].shape[:3], 32, -1).flatten(2, 3)
     return float(((ChannelCodec("int2", 32).roundtrip(keys) - theirs).abs() <= step / 4).float().mean())
+
+
+SPEED_CODE = InfiniGen(0, partial_weight_ratio=0.3, alpha=5.0, columns="query", round_columns="down")
+"""InfiniGen as the artifact's speed code has it, but for the cap, which is a number of tokens there."""
+
+
+def partial_columns(layer: Layer, basis: Tensor, prompt: int) -> Tensor:
+    """Columns of A that rehearse after a prompt: [heads, head_dim, columns]."""
+    real = torch.ones(1, prompt, dtype=torch.bool)
+    return choose_columns(layer.query[:, :, :prompt], layer.key[:, :, :prompt], real, basis, SPEED_CODE)[0]
+
+
+def same_directions(theirs: Tensor, ours: Tensor) -> float:
+    """Share of their columns [heads, head_dim, n], of length 1, that are columns of ours but for the sign."""
+    cosines = (theirs.mT @ ours).abs().amax(-1)
+    return float((cosines > 0.999).float().mean())
 
 
 # A run
