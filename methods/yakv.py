@@ -71,6 +71,7 @@ class YAKVState(RetrievingState):
     block, fp16 [batch, num_kv_heads, slots, blocks]."""
 
     replayable = True
+    selects_without_own = True
     slot_tensors = {"codes": 0, "block_lengths": 0}
     codes: dict[int, Tensor]
     block_lengths: dict[int, Tensor]
@@ -129,15 +130,15 @@ class YAKVState(RetrievingState):
 
 @dataclass(frozen=True)
 class YAKV(Retrieving):
-    """Reads first and recent tokens, and the best by their keys in two bits. Defaults are the
-    paper's shares of the tokens read.
+    """Reads first and recent tokens, and the best by their keys in two bits. Of what is read, as
+    many are recent as in the paper, which reads 2.8 % of long prompts.
 
     Source: YAKV (2026)
     Keeps: every token; its key in 2 bits a channel
     Reads: first and recent tokens, and the best by their coded keys
     """
 
-    budget: float = 0.0276
+    budget: float = 0.05
     num_sinks: int = 4
     recent_frac: float = 0.22
     group: str = "max_probs"

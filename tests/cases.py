@@ -57,6 +57,7 @@ from methods.tova import TOVA
 from methods.triattention import TriAttention
 from methods.twilight import Twilight
 from methods.vattention import VAttention
+from methods.yakv import YAKV
 
 
 def preset(name: str, **changes: object) -> Method:
@@ -261,6 +262,7 @@ CASES = {
     "quest-union": Case(Quest(budget=0.4, page_size=3, group="union", num_sinks=1, dense_layers=0)),
     "pqcache": Case(PQCache(budget=0.5, num_sinks=1, recent_frac=0.3, bits=2, iterations=3, dense_layers=2)),
     "pariskv": Case(ParisKV(budget=0.4, num_sinks=1, candidate_frac=0.6, dense_layers=2)),
+    "yakv": Case(YAKV(budget=0.4, num_sinks=1, recent_frac=0.3, dense_layers=2)),
     "socket": Case(Socket(budget=0.4, num_sinks=1, recent_frac=0.3, tables=7, planes=3, dense_layers=2)),
     "rocketkv": Case(RocketKV(budget=0.5, window=4, kernel=3, dense_layers=2)),
     "rocketkv-step": Case(RocketKV(budget_tokens=4, window=2, num_sinks=1, when="previous_step", dense_layers=1)),

@@ -87,7 +87,7 @@ def test_neighbouring_steps_are_one_program(gpu, name, gpu_cache):  # noqa: F811
     with opened(gpu, fake_tiny("llama"), PROMPTS["even"], case.method, steps=STEPS, **options) as (session, token):
         known, programs = {}, []
         with Program(known) as program:
-            program.note("buffers", [share.buffers for share in session.shares.values()])
+            program.note("buffers", [session.share.buffers])
         for _ in range(4):
             with Program(known) as program:
                 session.decode_step(token)
