@@ -144,6 +144,7 @@ class Model:
         memory decides model and platform. Raises UserError for a setting that is wrong, or that
         both have."""
         refuse(given, ("model",), "the model is loaded; harness.load takes it")
+        refuse(given, ("sweep",), "a call is one run; run.py has sweeps")
         settings = self.settings | with_given(own, given)
         settings = {name: value for name, value in settings.items() if value is not None}
         loaded = self.resources.loaded
