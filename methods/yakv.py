@@ -53,9 +53,8 @@ def grid(device: torch.device) -> Tensor:
     return torch.from_numpy(points).to(device)
 
 
-def nearest_points(vectors: Tensor) -> Tensor:
-    """Number of the nearest point of each vector [..., 4]: uint8 [...]."""
-    points = grid(vectors.device)
+def nearest_points(vectors: Tensor, points: Tensor) -> Tensor:
+    """Number of the nearest of the `points` of each vector [..., 4]: uint8 [...]."""
     norms = points.square().sum(-1)
     flat = vectors.reshape(-1, PART)
     found = flat.new_empty(len(flat), dtype=torch.uint8)
@@ -68,7 +67,10 @@ def nearest_points(vectors: Tensor) -> Tensor:
 
 class YAKVState(RetrievingState):
     """codes[layer]: uint8 [batch, num_kv_heads, slots, head_dim / 4]. block_lengths[layer]: of each
-    block, fp16 [batch, num_kv_heads, slots, blocks]."""
+    block, fp16 [batch, num_kv_heads, slots, blocks].
+
+    block: channels of a block. points: as of `grid`.
+    """
 
     replayable = True
     selects_without_own = True
@@ -80,6 +82,7 @@ class YAKVState(RetrievingState):
         super().start(calibration)
         head_dim = self.geometry.head_dim
         self.block = min(BLOCK, head_dim & -head_dim)
+        self.points = grid(self.lengths.final.device)
 
     def prompt(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
@@ -106,7 +109,7 @@ class YAKVState(RetrievingState):
         ).unsqueeze(-1)
         as_normal = directions * self.block**0.5
         parts = as_normal.flatten(-2).unflatten(-1, (-1, PART))
-        self.codes[layer][:, :, slots] = nearest_points(parts)
+        self.codes[layer][:, :, slots] = nearest_points(parts, self.points)
 
     def scores(self, layer: int, rows: QueryRows) -> Tensor:
         """Products with the coded keys. The rotation is its own inverse and leaves products as they
@@ -114,8 +117,8 @@ class YAKVState(RetrievingState):
         geometry, num_slots = self.geometry, rows.slot_positions.shape[-1]
         codes = self.codes[layer][:, :, :num_slots]
         lengths = self.block_lengths[layer][:, :, :num_slots].float() * self.block**-0.5
-        points = embedding(codes.int(), grid(codes.device))
-        blocks = points.flatten(-2).unflatten(-1, (-1, self.block))
+        directions = embedding(codes.int(), self.points)
+        blocks = directions.flatten(-2).unflatten(-1, (-1, self.block))
         keys = (blocks * lengths.unsqueeze(-1)).flatten(-2)
         query = rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3)
         rotated = hadamard(query, self.block) * geometry.scale

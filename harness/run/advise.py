@@ -303,7 +303,7 @@ def modelled(asked: RunConfig, words: Sequence[str]) -> RunConfig:
 @cache
 def group_size() -> int:
     """`group_size` of the board's runs with a codec that is not the method's own."""
-    runs = read_yaml(CONF_DIR / "experiment" / "board.yaml")["sweep"]["runs"]
+    runs = read_yaml(CONF_DIR / "experiment" / "board.yaml")["sweep"]["runs_of"]["board"]
     (found,) = {run["group_size"] for run in runs if "codec" in run}
     return int(found)
 

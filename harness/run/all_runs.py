@@ -15,6 +15,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections import Counter
@@ -90,7 +91,7 @@ def run_all(configs: Sequence[RunConfig], resources: Resources | None = None) ->
             for group in groups(todo, lambda run: run.config):
                 outcomes = _outcomes(group, resources)
                 for run in group:
-                    progress.set_description(run.title)
+                    progress.set_description(run.title, refresh=sys.stderr.isatty())
                     outcome = next(outcomes)
                     if isinstance(outcome, HeldError):
                         held.append(run)

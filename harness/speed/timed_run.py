@@ -353,7 +353,7 @@ def _counts(session: LiveSession, weights: StreamedWeights | None, run: TimedRun
         "late_bytes": session.traffic.late.num_bytes if crosses else None,
         "disk_read_bytes": session.traffic.block_bytes if run.placement == "disk" else None,
         "weight_bytes": weights.num_bytes if weights else None,
-        "device_read_bytes": session.reads.num_bytes,
+        "device_read_bytes": session.reads.num_bytes.clone(),  # it grows in place
         "rows_read": session.rows_read if has_link else None,
         "rows_found": session.rows_found if has_link else None,
     }

@@ -136,7 +136,7 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
 def spoilt(pipe):
     """A process in which every run ends with a bug that names it, as after a CUDA error."""
     while pipe.recv():
-        pipe.send((RuntimeError(str(os.getpid())), 0.0))
+        pipe.send(RuntimeError(str(os.getpid())))
 
 
 def test_after_a_bug_the_next_run_has_a_new_process(monkeypatch):

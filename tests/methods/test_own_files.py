@@ -119,7 +119,7 @@ def test_it_is_one_of_a_sweep(runs, capsys):
     write()
     assert main(["-m", "method=h2o,./mine.py", "seq_len=300"]) == 0
     assert [config.method_name for config in runs.configs] == ["h2o", "mine"]
-    assert "mine" in capsys.readouterr().out.splitlines()[-2], "above the line of where the results are"
+    assert "| mine " in capsys.readouterr().out
     assert main(["--cfg", "job", "method=./mine.py"]) == 0
     assert "budget: 0.5" in capsys.readouterr().out
 
