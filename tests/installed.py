@@ -97,6 +97,7 @@ def build_wheel(folder: Path) -> Path:
         shutil.copy(ROOT / name, source)
     for name in (*PLACES, "results"):
         shutil.copytree(ROOT / name, source / name, ignore=LEFT_OUT)
+    (source / MODULE).parent.mkdir()
     shutil.copy(ROOT / MODULE, source / MODULE)
     with tarfile.open(build("build_sdist", source, folder / "sdist")) as sdist:
         by_data = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4 on
