@@ -101,6 +101,15 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         raise UserError(one_line(cause)) from error
 
 
+PARTS = {
+    **{name: f"speedup sweep.part={name}" for name in ("fig14", "fig15", "fig16a", "fig18")},
+    "fig16b": "speedup sweep.scale=paper 'sweep.shapes=[[4,1920]]' model=NAME",
+    "confirm": "board sweep.part=confirm",
+    "trust": "contract thorough=true",
+}
+"""Words that the paper and these documents have for a part of an experiment, and what to type."""
+
+
 def _own_experiment(choice: Any) -> DictConfig | None:
     """The settings in the file that `experiment=DIR/mine.yaml` names; None for one of `conf/`."""
     if not isinstance(choice, str) or not choice.endswith(".yaml"):
@@ -131,6 +140,8 @@ def _require_choice(name: str, choice: Any) -> None:
         missing = "" if source else ", and there is no such folder or file"
         instead = "=".join(source or ("model.path", "DIR"))
         raise UserError(f"model={choice}: chooses a file of conf/model{missing}; type {instead}")
+    if name == "experiment" and choice in PARTS:
+        raise UserError(f"experiment={choice}: type experiment={PARTS[choice]}")
     raise UserError(f"{name}={choice}: {nearest(choice, options(name))}")
 
 

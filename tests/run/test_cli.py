@@ -75,6 +75,7 @@ def test_help_lists_methods_and_systems(runs, capsys):
 
 REFUSED = {
     "method=[": "",
+    "experiment=fig14": "experiment=fig14: type experiment=speedup sweep.part=fig14",
     "--cfg job method=h2": "method=h2: did you mean 'h2o'",
     "-m seed=range(1,2,0)": "seed=range(1,2,0): Hydra cannot read it",
     "seed": "seed: must be NAME=VALUE",
