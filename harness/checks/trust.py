@@ -214,13 +214,15 @@ def the_full_cache_is_the_models_own(subject: Subject) -> str:
 
 def live_is_replay(subject: Subject) -> str:
     """Decode steps, which are timed, and replay, which is scored, give equal logits."""
+    seen = []
     for method in LOOKED_AT["live"]:
         with subject.trial(f"method={method}") as trial:
             try:
-                contract.live_is_replay(trial)
+                words = contract.live_is_replay(trial)
             except BrokenError as error:
                 raise BrokenError(f"{method}: {error}") from error
-    return f"{STEPS} steps of {', '.join(LOOKED_AT['live'])}, with their logits and shares"
+        seen.append(f"{method} {words.removeprefix('largest difference ')}")
+    return f"{STEPS} steps, the same shares, and logits within: {', '.join(seen)}"
 
 
 CHECKS: dict[str, Callable[[Subject], str]] = {
