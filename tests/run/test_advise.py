@@ -215,7 +215,7 @@ def test_what_is_asked_decides(few, monkeypatch):
     plenty, _ = advise.options_of(question("platform=h100-pcie5", "batch_size=2"))
     first, *changes = advise.recommendation(plenty)
     assert first.startswith("Recommendation: InfiniGen2 at 10.0 % (device), of which ")
-    assert any(line.startswith("- A limit of 0.0 points: Full cache (device), ") for line in changes)
+    assert any(line.startswith("- A limit of 0.0 points: ") for line in changes)
     nothing, _ = advise.options_of(question("platform=rtx4090-pcie4", "batch_size=100", "advise.tokens_per_s=5000"))
     first, *_, nearest = advise.recommendation(nothing)
     assert first == "Recommendation: none. No method that was measured meets all that is asked."
