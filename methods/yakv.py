@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from methods.base import Calibration, Geometry, Lengths, PromptRows, QueryRows, require
+from methods.base import Calibration, PromptRows, QueryRows
 from methods.codecs.base import hadamard
 from methods.selection import Retrieving, RetrievingState
 
@@ -148,8 +148,3 @@ class YAKV(Retrieving):
 
     title = "YAKV"
     state = YAKVState
-
-    def check(self, geometry: Geometry, lengths: Lengths) -> None:
-        divides = f"{geometry.head_dim}, elements of a head, must be a multiple of {PART}"
-        require(geometry.head_dim % PART == 0, "_target_", self.title, divides)
-        super().check(geometry, lengths)

@@ -99,8 +99,6 @@ def _question(own: Sample, full: Sample) -> Iterator[str]:
         "full": _answer(full, "predicted_text", "text"),
         "method": _answer(own, "predicted_text", "text"),
     }
-    if own.get("needle_read") is not None:
-        texts["needle"] = f"{own['needle_read']:.0%} of {own['needle_tokens']} tokens read"
     for name, text in texts.items():
         begin, shown = f"  {name:<10}", printable(text or MISSING)
         yield textwrap.fill(shown, WIDTH, initial_indent=begin, subsequent_indent=" " * 12)
