@@ -17,6 +17,7 @@ bytes and a number of 16 bits a token. All layers and heads share the planes, wh
 
 - The softmax over 2^`planes` corners is a product over the planes, σ(2 c_p tanh(w_p · q) /
   (`tau` √head_dim)). So no corner is listed here, and the scores are the same.
+- `method=socket` has `value_weighted=false tau=0.8`, the class the paper's settings (below).
 - √head_dim is in all official code and missing in the rule that its page states.
 - The official code has a set for each query head (`group=union`); here a group's scores are added.
   Its 128 first and 128 recent of 32,768 tokens are shares here. It stores 16 bits a table, the
