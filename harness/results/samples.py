@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from harness.results.record import LOCATIONS, Record, current, flat, read_all
-from harness.results.stats import detectable, two_sided_p, unseen_rate
+from harness.results.stats import two_sided_p
 from harness.settings.kinds import COMMON, find
 
 Sample = Mapping[str, Any]
@@ -37,7 +37,7 @@ same run."""
 
 KEY = ["run_id", "task", "first", "metric"]
 SAMPLES = ["experiment", *KEY, "asked", "question", "context", "value", "full"]
-DIFFERENCE = ["difference", "difference_stderr", "p", "gained", "lost", "detectable"]
+DIFFERENCE = ["difference", "difference_stderr", "p", "gained", "lost"]
 DIFFERENCES = [*KEY, *DIFFERENCE, "mean", "num_pairs", "num_contexts"]
 """gained, lost: questions that only the run, or only the full cache, answers correctly; none unless
 every answer is right or wrong. mean: of the run's own values, exp of it for a perplexity.
@@ -126,21 +126,17 @@ def _difference(metric: str, pairs: pd.DataFrame) -> Numbers:
     contexts, values = pairs["context"].tolist(), {*own, *full}
     found = _tested(difference, clustered_stderr(change.tolist(), contexts), len({*contexts}))
     found |= {"mean": mean, "num_pairs": len(pairs)}
-    if is_share and found["difference_stderr"] == 0 and min(values) >= 0 and max(values) <= 1:
-        found["detectable"] = unseen_rate(len({*contexts}))
     if is_share and values <= {0, 1}:
         found |= {"gained": (change == 1).sum(), "lost": (change == -1).sum()}
     return found
 
 
 def _tested(difference: float, stderr: float | None, num_contexts: float) -> Numbers:
-    """A difference with the two-sided p-value of 0, by the paired t-test of its contexts, and the
-    smallest difference that a test at 5 % detects four times in five."""
+    """A difference with the two-sided p-value of 0, by the paired t-test of its contexts."""
     return {
         "difference": difference,
         "difference_stderr": stderr,
         "p": two_sided_p(difference, stderr, num_contexts - 1),
-        "detectable": detectable(num_contexts) * stderr if stderr else None,
         "num_contexts": num_contexts,
     }
 
@@ -195,28 +191,21 @@ def with_full(
     records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple
 ) -> pd.DataFrame:
     """The samples of runs of methods, with the full cache's value on a question in `full`: of its
-    newest run, whatever code made it, one of the own experiment before others. `full_run`: its id.
+    newest run, whatever code made it. `full_run`: the id of this run.
 
-    elsewhere: returns further records; called only if an answer is missing among `records`.
+    elsewhere: returns further records; called only if runs of methods answer questions.
     """
     records = list(records)
     own = samples_of(record for record in records if not is_full(record)).assign(full_run=None)
-    for known in (lambda: records, elsewhere):
-        if (own["full"].isna() & own["asked"].notna()).any():
-            own = _answered(own, known())
-    return own
-
-
-def _answered(own: pd.DataFrame, records: Iterable[Record]) -> pd.DataFrame:
-    newest = sorted(filter(is_full, records), key=lambda record: record["started"], reverse=True)
+    if own["asked"].isna().all():
+        return own
+    newest = sorted(filter(is_full, [*records, *elsewhere()]), key=lambda record: record["started"])
     same = [*KEY[1:], "asked", "question"]
-    answers = samples_of(newest)[["experiment", "run_id", *same, "value"]].dropna(subset="asked")
-    pairs = own.reset_index().merge(answers, how="left", on=same, suffixes=("", "_of_full"))
-    pairs["is_other"] = pairs["experiment"] != pairs["experiment_of_full"]
-    pairs = pairs.sort_values(["index", "is_other"], kind="stable").drop_duplicates("index")
-    pairs = pairs.set_index("index")
+    answers = samples_of(newest).dropna(subset="asked").drop_duplicates(same, keep="last")
+    answers = answers[["run_id", *same, "value"]]
+    pairs = own.merge(answers, how="left", on=same, suffixes=("", "_of_full"))
     full = own["full"].fillna(pairs["value_of_full"])
-    return own.assign(full=full, full_run=own["full_run"].fillna(pairs["run_id_of_full"]))
+    return own.assign(full=full, full_run=pairs["run_id_of_full"])
 
 
 def _asked(record: Record, name: str) -> str | None:
