@@ -486,8 +486,8 @@ def _sheets(board: pd.DataFrame, methods: pd.DataFrame) -> Iterator[Sheet]:
     """For each budget and length of a board the compared methods, then the others. methods: of all
     boards; a board over all models has a column with the ratio on each."""
     rows, of_own = mark_own(board, "label")
-    is_over_all = rows["over"].eq(ALL_MODELS).all()
-    of_models = methods[methods["over"].ne(ALL_MODELS) & is_over_all]
+    is_over_all = board["over"].iloc[0] == ALL_MODELS
+    of_models = methods[methods["over"].ne(ALL_MODELS)] if is_over_all else methods.head(0)
     for _, found in rows.groupby([*SETTING, rows["apart"].ne("")], sort=False):
         alike = of_models[SETTING].eq(found[SETTING].iloc[0]).all(axis=1)
         sheet = _sheet(found, of_models[alike])

@@ -53,7 +53,8 @@ def _print(asked: argparse.Namespace) -> None:
             f"gave, too; `{COMMAND} method=full ...` with the same settings makes one"
         )
     print(printable(f"{record['config']['label']}, {in_words(record['settings'])}"))
-    for (task, metric), of_metric in pairs.groupby(["task", "metric"], sort=False):
+    for _, of_metric in pairs.groupby(["task", "metric"], sort=False):
+        task, metric = of_metric[["task", "metric"]].iloc[0]
         own, full = of_metric["value"], of_metric["full"]
         right = f"the full cache has {full.sum():.0f} right, this run {own.sum():.0f}"
         lost = of_metric[own < full]

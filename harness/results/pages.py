@@ -112,7 +112,9 @@ def render_terminal(frame: pd.DataFrame) -> str:
     texts = []
     for experiment, rows in shown.groupby("experiment", sort=False):
         for sheet in sheets_of(rows):
-            texts.append(terminal(sheet._replace(title=f"{experiment}, {sheet.title}")))
+            table = sheet.table.replace(MISSING, None).dropna(axis=1, how="all").fillna(MISSING)
+            title = f"{experiment}, {sheet.title}"
+            texts.append(terminal(sheet._replace(title=title, table=table)))
     if is_accuracy and texts:
         texts.append(wrapped(NOTES["terminal"]))
     return "\n\n".join(texts)

@@ -218,9 +218,9 @@ def _sides(table: pd.DataFrame) -> list[str]:
 
 
 def terminal(sheet: Sheet) -> str:
-    """A sheet with lines of `MAX_LETTERS`, without empty columns, and what it leaves out."""
+    """A sheet with lines of `MAX_LETTERS`, and what it leaves out."""
     left_out = []
-    shown, notes = sheet.table.loc[:, sheet.table.ne(MISSING).any()], list(sheet.notes)
+    shown, notes = sheet.table, list(sheet.notes)
     while not fits(shown) and shown.shape[1] > 2:
         spared = [heading for heading in SPARED if heading in shown]
         heading = spared[0] if spared else shown.columns[-1]

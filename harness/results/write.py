@@ -30,8 +30,7 @@ from harness.results.columns import (
 from harness.results.metrics import rank
 from harness.results.pages import render_markdown, render_terminal
 from harness.results.record import Record, current, read_records
-from harness.results.samples import full_runs
-from harness.results.table_rows import SHAPES, frames_of, layers_of
+from harness.results.samples import SHAPES, frames_of, full_runs, layers_of
 from harness.settings.kinds import BOARD, find
 from harness.settings.paths import shipped_beside
 from harness.settings.schema import kind_of

@@ -15,8 +15,7 @@ from harness.results import sheet as sheets
 from harness.results import stats
 from harness.results import write as tables
 from harness.results.columns import read_frame, with_columns
-from harness.results.samples import clustered_stderr, differences_of, is_full
-from harness.results.table_rows import frames_of
+from harness.results.samples import clustered_stderr, differences_of, frames_of, is_full
 from tests.results.test_tables import TEXT_METRICS, answers, save, sheet
 
 # The numbers

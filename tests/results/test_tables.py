@@ -19,8 +19,8 @@ from harness.results import write as tables
 from harness.results.columns import TABLES, csv_of, read_frame, shape_of
 from harness.results.metrics import METRICS, MISSING, quantity
 from harness.results.pages import render_markdown, render_terminal, sheets_of
+from harness.results.samples import frames_of
 from harness.results.sheet import MAX_LETTERS
-from harness.results.table_rows import frames_of
 from harness.run.compose import load
 from harness.settings import paths
 
