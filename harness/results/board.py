@@ -59,6 +59,8 @@ LEAST_KL = 1e-6
 ORACLES = ("oracle", "oracle-infinigen")
 """Methods that select by the true scores: upper bounds of hard selection of rows; the second by the
 paper's rule for a group. The first of them that ran is what is compared with."""
+OWN_BUDGET = "reads at a budget of its own"
+"""Why a method without a budget is not compared."""
 SETTING = ["asked_budget", "seq_len"]
 ANSWER_MARKS = {
     "§": ("reads ", "The method cannot have this budget on the tasks."),
@@ -317,7 +319,7 @@ def _why_apart(line: Any, no_oracle: bool) -> Iterator[str]:
         yield "the full cache itself, whose KL is 0"
     else:
         if pd.isna(line.own_budget):
-            yield "reads at a budget of its own"
+            yield OWN_BUDGET
         elif line.is_missed:
             read = show_range(metrics.BUDGET, (line.budget_low, line.budget_high))
             yield f"cannot have this budget: reads {read} %"
@@ -519,14 +521,20 @@ def _sheet(rows: pd.DataFrame, on_models: pd.DataFrame) -> Sheet:
         table = table.rename(columns={COLUMNS["rank"].heading: f"rank of {len(rows)}"})
         table[COLUMNS["dense_numbers"].heading] = cells["dense_numbers"]
     for model, of_model in on_models.groupby("over", sort=False):
-        ratios = of_model.set_index("label")["ratio"].map(show_ratio, na_action="ignore")
-        labels = rows["label"].str.removesuffix(f" {OWN}")
-        table[f"on {model}"] = labels.map(ratios).fillna(MISSING)
+        ratios = of_model["ratio"].map(show_ratio, na_action="ignore").set_axis(_keys(of_model))
+        ratios = ratios[~ratios.index.duplicated()]
+        table[f"on {model}"] = _keys(rows).map(ratios).fillna(MISSING)
     marked = rows.loc[rows["answers_difference"].notna(), "answers_note"]
     for mark, (said, words) in ANSWER_MARKS.items():
         if marked.str.contains(said).any():
             notes.append(f"{mark} {words}")
     return Sheet(title, table, notes)
+
+
+def _keys(rows: pd.DataFrame) -> pd.Series:
+    """What tells the lines of a setting apart: a label may have one at a budget of its own, too."""
+    labels = rows["label"].str.removesuffix(f" {OWN}")
+    return labels + rows["apart"].str.contains(OWN_BUDGET).map({True: OWN_BUDGET, False: ""})
 
 
 # The command

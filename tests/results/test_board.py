@@ -356,7 +356,11 @@ def test_the_page_has_all_methods_and_the_ratio_on_each_model(results):
     full, *_ = lines_of(page, "Full cache")
     assert "100.0" in full and "192" in full, "right answers and questions"
     add_windows(results, seq_len=4096)
-    assert "budget 10 %, windows of 4,096 tokens" in page_of(results)
+    add_windows(results, ["Near"], asked_budget=None, budget=0.3, kl_nats=1.0)
+    page = page_of(results)
+    assert "budget 10 %, windows of 4,096 tokens" in page
+    (near, far, _) = lines_of(page, "Near")
+    assert float(near[-1]) == pytest.approx(0.5, rel=0.05) and float(far[-1]) > 10, "of two budgets"
 
 
 @pytest.mark.parametrize(
