@@ -167,10 +167,10 @@ def read_record(path: Path) -> dict[str, Any]:
         names the file.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"{path}: damaged record ({reason(error)}); {DELETE}") from error
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+    if record.get("schema") != SCHEMA:
         raise UserError(f"{path}: no record of this version (schema {SCHEMA}); {DELETE}")
     if record.get(DIGEST) != _digest(record) or record["run_id"] != path.parent.name:
         raise UserError(f"{path}: damaged record (changed since it was written); {DELETE}")
