@@ -5,10 +5,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from harness.results.columns import whole_tasks
@@ -368,95 +365,21 @@ def long(table: pd.DataFrame) -> Figure | None:
     return style.draw_rows(rows, ("model", "source", "metric"), draw, note=note)
 
 
-# Needles in a haystack: right answers by the prompt's length
-
-BAND = ["model", "setup", "task"]
-"""What tells the figure's rows of panels apart."""
-SHOWN_BY_TILES = r"(num_samples|metadata\.max_seq_lengths)=(\[[^\]]*\]|[^,]*)(, )?"
-"""Settings that the tiles show by themselves."""
-COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
-LUMINANCE, LIGHT = np.array([0.21, 0.72, 0.07]), 0.45
-"""Weights of red, green and blue, and the luminance from which a tile's text is black."""
-TILE_INCHES = (0.52, 0.24)
+# RULER
 
 
 def ruler(table: pd.DataFrame) -> Figure | None:
-    """The share of right answers by the prompt's length, over all depths of the needle.
+    """The share of right answers by the prompt's length, a panel per task, and per `prefill` where
+    runs differ in it."""
+    rows = whole_tasks(table)
+    rows = rows[rows.metric.str.isdecimal()]
+    prefill = rows.settings.str.extract(r"(?:^|, )prefill=(\w+)", expand=False).fillna("")
+    rows = rows.assign(prefill=prefill, group=rows.metric.astype(int))
 
-    A column per method, a row per task of needles and, where a method's runs differ in further
-    settings, such as `prefill`, per these. A tile holds the percentage and the number of questions:
-    the fewer, the paler; without any it is hatched. Colours: cividis, which colour-blind readers
-    see as well, and which grows lighter in grey too.
-    """
-    rows = table.dropna(subset="depth")
-    if rows.empty:
-        return None
-    rows = rows.assign(setup=_setups(rows), length=rows.metric.astype(int))
-    data.refuse_repeats(rows, ["label", *BAND, "length", "depth"])
-    rows = _over_depths(rows)
-    bands = rows[BAND].drop_duplicates().sort_values(["model", "setup"], kind="stable")
-    labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
-    width = len(labels) * (len(lengths) * TILE_INCHES[0] + 0.12) + 1.6
-    height = len(bands) * (TILE_INCHES[1] + 0.2) + 0.9
-    figure = Figure(figsize=(width, height), layout="constrained")
-    panels = figure.subplots(len(bands), len(labels), squeeze=False, sharex=True, sharey=True)
-    differing = [name for name in reversed(BAND) if bands[name].nunique() > 1]
-    for line, (_, band) in zip(panels, bands.iterrows(), strict=True):
-        of_band = rows[(rows[BAND] == band).all(axis=1)]
-        for axes, label in zip(line, labels, strict=True):
-            _draw_needles(axes, of_band[of_band.label == label], lengths)
-        words = [band[name] for name in differing if band[name]]
-        ylabel = "\n".join([*reversed(words), "all depths"])
-        line[0].set_ylabel(ylabel, fontsize=6, rotation=0, ha="right", va="center")
-    for axes, label in zip(panels[0], labels, strict=True):
-        share = data.budget_range(rows[rows.label == label])
-        axes.set_title(f"{label}\nbudget {share} %", fontsize=6.5)
-    for axes in panels[-1]:
-        axes.set_xlabel("tokens", fontsize=6)
-    colours = ScalarMappable(PERCENT, COLOURS)
-    bar: Any = {"label": "right answers (%)", "shrink": min(1.0, 2 / height), "aspect": 12}
-    figure.colorbar(colours, ax=panels, **bar)
-    notes = [bands[name].iloc[0] for name in ("model", "task") if name not in differing]
-    notes.append("n: questions (the fewer, the paler; hatched: none)")
-    notes.append(style.own_note([("", rows)]))
-    return style.finish(figure, "; ".join(filter(None, notes)))
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        style.bars(axes, panel.sort_values("group"), tick="{:,}".format)
+        axes.set(xlabel="tokens of the prompt", ylabel="right answers (%)", ylim=(0, None))
 
-
-def _over_depths(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row for each length in place of its depths, each question weighing alike."""
-    rows = rows.assign(value=rows.value * rows.num_samples)
-    by_length = rows.groupby(["label", *BAND, "length"], sort=False, as_index=False)
-    sums = by_length.agg("sum", numeric_only=True)
-    firsts = by_length[["budget", "own"]].first()
-    return firsts.assign(value=sums.value / sums.num_samples, num_samples=sums.num_samples)
-
-
-def _setups(rows: pd.DataFrame) -> pd.Series:
-    """By row, in words, the settings in which the runs of its label differ."""
-    settings = rows.settings.str.replace(SHOWN_BY_TILES, "", regex=True).str.split(", ")
-    words = rows[["label"]].join(settings.explode().rename("word"))
-    num_rows = rows.groupby("label").label.transform("size").reindex(words.index)
-    is_shared = words.groupby(["label", "word"]).word.transform("size") == num_rows
-    different = words.word[~is_shared].groupby(level=0).agg(", ".join)
-    return different.reindex(rows.index, fill_value="")
-
-
-def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int]) -> None:
-    """A tile for each length; one without a question shows the hatch."""
-    tiles = np.zeros((1, len(lengths), 4))
-    for _, row in panel.iterrows():
-        column = lengths.index(row.length)
-        weight = row.num_samples / (row.num_samples + 2)
-        color = 1 - weight * (1 - np.array(COLOURS(PERCENT(row.value))[:3]))
-        tiles[0, column] = (*color, 1)
-        ink = style.BLACK if color @ LUMINANCE > LIGHT else "white"
-        words: Any = {"ha": "center", "va": "center", "color": ink}
-        axes.text(column, -0.12, f"{row.value:.0f}", fontsize=6.5, **words)
-        axes.text(column, 0.27, f"n = {row.num_samples:.0f}", fontsize=4.5, **words)
-    axes.imshow(tiles, aspect="auto")
-    axes.patch.set(hatch="////", edgecolor=style.LIGHT_GREY, linewidth=0)
-    axes.grid(visible=False)
-    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, 0.5, color="white", linewidth=0.8)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=5.5)
-    axes.set_yticks([])
-    axes.tick_params(length=2, pad=1.5)
+    shares = rows[rows.label != style.FULL]
+    note = f"budget {data.budget_range(shares)} %; {style.error_note(rows)}"
+    return style.draw_rows(rows, ("model", "task", "prefill", "source"), draw, note=note)

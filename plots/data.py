@@ -18,7 +18,7 @@ TIMED_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_l
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
 PREFILL, PREFILL_LEN = "prefill_len", r"(?:^|, )prefill_len=(\d+)"
 """A column of figures, and the setting that it is read off."""
-PHRASES = {"kept": "{} tokens kept", PREFILL: "the first {} dense"}
+PHRASES = {"kept": "{} tokens kept", PREFILL: "the first {} dense", "prefill": "prefill={}"}
 """How a value reads that no table has as a column."""
 
 

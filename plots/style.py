@@ -144,8 +144,8 @@ def draw_rows(
 def draw_panels(
     panels: Sequence[Panel], note: str, *, panel_inches: tuple[float, float] = PANEL_INCHES
 ) -> Figure | None:
-    """A figure of these panels, at most three a row, with room above for the legend; None without
-    any. One panel is as wide as two."""
+    """A figure of these panels, at most three a row, one legend of all above them and the note
+    below; None without any. One panel is as wide as two."""
     if not panels:
         return None
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
@@ -157,7 +157,23 @@ def draw_panels(
     for place, (title, frame, draw) in enumerate(panels):
         draw(figure.add_subplot(rows, columns, place + 1, title=title), frame)
     own = own_note((title, frame) for title, frame, _ in panels)
-    return finish(figure, "\n".join(filter(None, [note, own])))
+    handles: dict[str, Artist] = {}
+    for axes in figure.axes:
+        artists, texts = axes.get_legend_handles_labels()
+        handles |= dict(zip(texts, artists, strict=True))
+    names = ordered(handles)
+    if names:
+        width, longest = figure.get_figwidth(), MARK_INCHES + LETTER_INCHES * max(map(len, names))
+        fitting = max(1, min(round(width / LEGEND_INCHES), int(width / longest)))
+        rows = -(-len(names) // fitting)
+        shown = [handles[name] for name in names]
+        figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
+        figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
+    letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
+    paragraphs = filter(None, [*note.split("\n"), own])
+    text = "\n".join(textwrap.fill(paragraph, letters) for paragraph in paragraphs)
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=6, color="#444444")
+    return figure
 
 
 def own_note(panels: Iterable[tuple[str, pd.DataFrame]]) -> str:
@@ -172,26 +188,6 @@ def own_note(panels: Iterable[tuple[str, pd.DataFrame]]) -> str:
         where = "; ".join(filter(None, shown))
         words.append(f"{own} ({where})" if where else own)
     return f"of one's own runs: {'; '.join(words)}; all others are shipped" if words else ""
-
-
-def finish(figure: Figure, note: str) -> Figure:
-    """Put one legend of all panels above them, and the note below."""
-    handles: dict[str, Artist] = {}
-    for axes in figure.axes:
-        artists, texts = axes.get_legend_handles_labels()
-        handles |= dict(zip(texts, artists, strict=True))
-    names = ordered(handles)
-    if names:
-        width, longest = figure.get_figwidth(), MARK_INCHES + LETTER_INCHES * max(map(len, names))
-        fitting = max(1, min(round(width / LEGEND_INCHES), int(width / longest)))
-        rows = -(-len(names) // fitting)
-        shown = [handles[name] for name in names]
-        figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
-        figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
-    letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
-    text = "\n".join(textwrap.fill(paragraph, letters) for paragraph in note.split("\n"))
-    figure.supxlabel(text, x=0.01, ha="left", fontsize=6, color="#444444")
-    return figure
 
 
 def error_note(rows: pd.DataFrame) -> str:

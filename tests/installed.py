@@ -38,7 +38,7 @@ harness.load = functools.partial(harness.load, num_windows=1)
 """Before README's lines, so that they take seconds."""
 README_COMMAND = ("kv-harness", "-m", "method=full,h2o,int4,infinigen", "num_windows=8")
 """The command whose table README shows first, as an installation calls it."""
-METRICS = {"kl_nats": "KL (nats)", "perplexity": "perplexity"}
+METRICS = {"kl_nats": "offline KL (nats)", "perplexity": "offline perplexity"}
 """The columns of that table that are compared, by metric."""
 BETWEEN_PROCESSORS = 0.01
 """Share by which a number may differ."""
@@ -61,7 +61,7 @@ def check_first_table(printed: str, table: Path) -> None:
         print(f"README's table is of the text inside another Python than {platform.python_version()}: not compared")
         return
     assert f"python run.py {' '.join(README_COMMAND[1:])}\n" in readme
-    lines = readme[readme.index("| method ") :].split("\n\n")[0].splitlines()
+    lines = readme[readme.index("| label ") :].split("\n\n")[0].splitlines()
     cells_of = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if "|" in line]
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert header == cells_of[0], "heading for heading"
@@ -71,12 +71,12 @@ def check_first_table(printed: str, table: Path) -> None:
     for cells in rows:
         row = dict(zip(header, cells, strict=True))
         for metric, heading in METRICS.items():
-            measured = found[row["method"], metric]
+            measured = found[row["label"], metric]
             value, shown = float(measured["value"]), float(row[heading].split()[0])
             tolerance = max(BETWEEN_PROCESSORS * shown, 0.0005 if shown else 0.0001)  # of the printed digits
-            if errors := CODED.get(row["method"]):
+            if errors := CODED.get(row["label"]):
                 tolerance = errors * float(measured["difference_stderr"] or measured["stderr"])
-            assert abs(value - shown) <= tolerance, f"{row['method']}, {heading}: {value}, README has {shown}"
+            assert abs(value - shown) <= tolerance, f"{row['label']}, {heading}: {value}, README has {shown}"
 
 
 def build(hook: str, source: Path, to: Path) -> Path:

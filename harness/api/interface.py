@@ -31,8 +31,7 @@ from harness.model.load import LoadedModel, from_memory
 from harness.model.resources import Resources
 from harness.results.columns import whole_tasks
 from harness.results.record import read_record
-from harness.results.samples import full_runs
-from harness.results.table_rows import frames_of
+from harness.results.samples import frames_of, full_runs
 from harness.run.compose import load as load_settings
 from harness.run.runner import Run, report, require_devices, users_faults
 from harness.run.runner import run as start

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
@@ -25,7 +26,7 @@ from harness.files import write_atomic
 from harness.results.columns import read_frame
 from harness.results.pages import sheets_of_page
 from harness.results.record import Record, flat, read_all
-from harness.results.sheet import NOTES, Sheet
+from harness.results.sheet import NOTES
 from harness.settings.paths import (
     COMMAND,
     PACKAGES_DIR,
@@ -36,8 +37,6 @@ from harness.settings.paths import (
 )
 
 HERE = Path(__file__).parent
-FIRST = "budget"
-"""The figure of the shipped results that the report opens with."""
 REGISTRY = yaml.safe_load((PACKAGES_DIR / "plots" / "registry.yaml").read_text(encoding="utf-8"))
 """Read as a file, since what measures imports nothing of what draws."""
 MODELLED = "-modelled"
@@ -53,45 +52,17 @@ SAFE_IN_URI = " !$&'()*+,-./:;=?@_"
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one results folder has of a figure or table.
-
-    where: "" for the folder that is reported, the name of a folder within it. image: a data URI,
-    which runs no script and loads nothing; "" for none. tables: by name. sheets: those of the
-    tables that this section shows. elsewhere: the sections that show the others.
-    """
-
-    where: str
-    finding: str
-    image: str
-    tables: Mapping[str, pd.DataFrame]
-    sheets: Mapping[str, Sequence[Sheet]]
-    elsewhere: Mapping[str, str]
-
-    @property
-    def sources(self) -> list[str]:
-        """What its numbers are, in the order of `SOURCES`."""
-        found: set[str] = set().union(*(table["source"] for table in self.tables.values()))
-        return [source for source in SOURCES if source in found]
-
-    @property
-    def has_own(self) -> bool:
-        """Whether numbers of it are of runs that are not shipped."""
-        tables = [table for table in self.tables.values() if "shipped" in table]
-        return any(len(table.query("shipped == '' and source != 'modelled'")) for table in tables)
-
-
-@dataclass(frozen=True)
 class Section:
     """A figure or table. name: that of `figures/<name>.svg`. tables: names of `tables/*.csv`, its
-    own first. parts: none where no folder has any of it."""
+    own first. parts: what each results folder has of it, see `_part`; none where no folder has any
+    of it."""
 
     name: str
     title: str
     command: str
     tables: Sequence[str]
     page: str
-    parts: list[Part] = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
 
 
 def registered() -> Iterator[Section]:
@@ -134,14 +105,25 @@ def sections_of(folders: Mapping[str, Path]) -> list[Section]:
         said = _findings(folder, names)
         for section in sections:
             own = {name: tables[name] for name in section.tables if name in tables}
-            at_home = [name for name in own if homes[name] == section.name]
-            shown = {name: sheets_of_page(name, own[name]) for name in at_home}
-            image = _image(folder, section)
-            if image or any(shown.values()):
-                finding = said.get(section.name, "")
-                elsewhere = {name: homes[name] for name in own if name not in shown}
-                section.parts.append(Part(where, finding, image, own, shown, elsewhere))
+            shown = [name for name in own if homes[name] == section.name]
+            part = _part(folder, section, own, shown)
+            if part["image"] or any(part["sheets"].values()):
+                section.parts.append(part | {"where": where, "finding": said.get(section.name, "")})
     return sections
+
+
+def _part(
+    folder: Path, section: Section, tables: Mapping[str, pd.DataFrame], shown: Sequence[str]
+) -> dict[str, Any]:
+    """What a results folder has of a figure or table. `image`: a data URI, which runs no script and
+    loads nothing; "" for none. `sheets`: those of the tables `shown`, by name. `sources`: what the
+    numbers of its tables are, in the order of `SOURCES`."""
+    found: set[str] = set().union(*(table["source"] for table in tables.values()))
+    return {
+        "image": _image(folder, section),
+        "sheets": {name: sheets_of_page(name, tables[name]) for name in shown},
+        "sources": [source for source in SOURCES if source in found],
+    }
 
 
 def _findings(folder: Path, names: Collection[str]) -> dict[str, str]:
@@ -200,7 +182,6 @@ def _render(folder: Path) -> str:
     if not pages:
         nothing = f"results_dir={folder}: neither table nor figure"
         raise UserError(f"{nothing}; `{COMMAND} experiment=accuracy` makes some")
-    lead = lead_of(sections)
     library = files("itables").joinpath("html", "dt_bundle.js").read_text(encoding="utf-8")
     # A comment of HTML that opens within a script would hide the script's end.
     scripts = [library.replace("<!--", r"\x3C!--"), (HERE / "report.js").read_text()]
@@ -215,7 +196,6 @@ def _render(folder: Path) -> str:
     every = [record for found in records.values() for record in found]
     return environment.get_template("report.html.j2").render(
         pages=pages,
-        lead=lead,
         beside={name: NOTES["beside"].get(name, "") for name in folders if name},
         sources=SOURCES,
         glossary=NOTES["glossary"],
@@ -231,15 +211,6 @@ def table(cells: pd.DataFrame) -> Markup:
     """A table of words, escaped."""
     with pd.option_context("display.max_colwidth", None):
         return Markup(cells.to_html(index=False, border=0, justify="left"))
-
-
-def lead_of(sections: Sequence[Section]) -> Section | None:
-    """The figure that the report opens with: the first with runs of one's own, else that of the
-    board, else the first. None without a figure."""
-    drawn = [section for section in sections if section.parts and section.parts[0].image]
-    own = [section for section in drawn if section.parts[0].has_own]
-    boards = [section for section in drawn if section.name == FIRST]
-    return next(iter([*own, *boards, *drawn]), None)
 
 
 def machine_of(records: Sequence[Record]) -> dict[str, str]:

@@ -35,14 +35,14 @@ def _names(columns: Sequence[Metric]) -> str:
 
 _RUN = "experiment model method codec label settings asked_budget dense_layers"
 TABLES = _tables({
-    # `difference` to `detectable` are to the full cache on the same questions or windows. `first`,
+    # `difference` to `lost` are to the full cache on the same questions or windows. `first`,
     # `stop`, `depth`: of a range of a text's tokens, or of needles from some depth of the prompt
     # on; empty for a whole text or task. `repeats_stderr`: of a mean over several answers to each
     # question, over repeats of the same questions. `num_contexts`: windows, prompts, or contexts of
     # questions, whose errors are independent: one more than the degrees of freedom. `shipped`:
     # `yes` for a row that came with the project (`results/write.py`).
     "accuracy": "experiment model method label settings task first stop depth metric value stderr "
-    "difference difference_stderr p gained lost detectable num_samples num_contexts num_fewshot "
+    "difference difference_stderr p gained lost num_samples num_contexts num_fewshot "
     "seq_len budget unmet_budget budget_artifact device_frac resident_frac "
     f"{_names(OF_SOME_RUNS)} repeats_stderr source shipped run_id",
     # With batch_size=largest on a device of `memory_bytes`: `largest_batch` sequences of `context`

@@ -1,18 +1,16 @@
-"""Pages of tables, and what finished runs show in a terminal: the sheets that a frame makes.
+"""The sheets that a table is shown as: on its page, in the report, and in a terminal, which has the
+most important columns alone.
 
-A page has all lines. A terminal has a small table for each figure; all numbers are in the CSV.
 Frames of records and of a CSV give the same texts.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 
 import numpy as np
 import pandas as pd
 
-from harness.errors import printable
 from harness.results import board, columns, metrics
 from harness.results.columns import shape_of
 from harness.results.metrics import (
@@ -26,17 +24,10 @@ from harness.results.metrics import (
     Metric,
     quantity,
 )
-from harness.results.samples import FULL
 from harness.results.sheet import (
-    FEWEST_CONTEXTS,
-    METHOD,
     NOTES,
     OF_WINDOWS,
-    RIGHT_OR_WRONG,
-    SHARES,
     Sheet,
-    alike_in_title,
-    fits,
     mark_own,
     markdown,
     note,
@@ -45,15 +36,20 @@ from harness.results.sheet import (
     terminal,
     texts_of,
     with_intervals,
+    wrapped,
 )
 from harness.settings.kinds import KINDS
 from harness.settings.task_config import SamplingConfig, TaskConfig
 
-Key = tuple[str, str]
-"""Task and metric of a column of accuracy."""
 KEY = ["task", "metric"]
+"""Of a column of accuracy."""
 LENGTHS = ("generated_tokens", "at_limit")
 """Metrics of `METRICS` that say how long answers are: a sheet of their own beside several tasks."""
+BRIEF = (
+    "kl_nats", "perplexity", "acc", "exact_match", "text_perplexity", "first_divergence",
+    "repetition", *LENGTHS,
+)  # fmt: skip
+"""Metrics of `METRICS` that a terminal shows, beside those that lm-eval alone knows."""
 BRIEF_SPEED = (
     "batch_size", "prompt_len", "gen_len", "budget", "unmet_budget",
     "ttft_s", "tokens_per_s", "tpot_p50_s", "h2d_bytes", "peak_device_bytes",
@@ -72,7 +68,7 @@ def sheets_of(frame: pd.DataFrame) -> Iterator[Sheet]:
     """
     shape = shape_of(frame.columns)
     if shape == "board":
-        yield from board.boards(frame)
+        yield from board.sheets_of_boards(frame)
     if frame.empty or shape.startswith("board"):
         return
     for title, of_title in frame.groupby(_titles(frame), sort=False):
@@ -107,13 +103,29 @@ def render_markdown(name: str, frame: pd.DataFrame) -> str:
 
 
 def render_terminal(frame: pd.DataFrame) -> str:
-    """A table for a terminal, with the most important columns; "" without rows."""
-    shape = shape_of(frame.columns)
-    if shape == "accuracy":
-        return "\n\n".join(_figures(frame))
-    if shape == "latency" and frame["largest_batch"].isna().all():
-        frame = frame.drop(columns=NOT_BRIEF)
-    return "\n\n".join(terminal(alike_in_title(sheet)) for sheet in sheets_of(frame))
+    """A table for a terminal, a sheet for each experiment, with the most important columns; ""
+    without rows."""
+    is_accuracy = shape_of(frame.columns) == "accuracy"
+    shown = _brief_accuracy(frame) if is_accuracy else frame
+    if is_accuracy or frame.get("largest_batch", pd.Series()).isna().all():
+        shown = shown.drop(columns=NOT_BRIEF, errors="ignore")
+    texts = []
+    for experiment, rows in shown.groupby("experiment", sort=False):
+        for sheet in sheets_of(rows):
+            table = sheet.table.replace(MISSING, None).dropna(axis=1, how="all").fillna(MISSING)
+            title = f"{experiment}, {sheet.title}"
+            texts.append(terminal(sheet._replace(title=title, table=table)))
+    if is_accuracy and texts:
+        texts.append(wrapped(NOTES["terminal"]))
+    return "\n\n".join(texts)
+
+
+def _brief_accuracy(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of whole texts and tasks and of the most important metrics, if there are any."""
+    whole = columns.whole_tasks(frame)
+    metric = _unfiltered(whole)
+    brief = whole[metric.isin(BRIEF) | ~metric.isin(metrics.METRICS)]
+    return brief if len(brief) else whole
 
 
 # Settings
@@ -187,23 +199,6 @@ def lines_of(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(line=pd.factorize(rows["line"])[0])
 
 
-def _wide(
-    rows: pd.DataFrame,
-    shares: Mapping[str, Metric],
-    headings: Mapping[Key, str],
-    *,
-    has_intervals: bool = True,
-) -> pd.DataFrame:
-    """The shares and scores of each line, under their headings."""
-    table = pd.DataFrame(index=pd.Index(rows["line"].unique(), name="line"))
-    for heading, column in shares.items():
-        table[heading] = rows.groupby("line")[column.name].agg(partial(show_range, column))
-    cells = [show_cell(row, has_interval=has_intervals) for _, row in rows.iterrows()]
-    scores = rows.assign(cell=cells).pivot(index="line", columns=KEY, values="cell")
-    scores = scores.reindex(columns=pd.MultiIndex.from_tuples(headings)).fillna(MISSING)
-    return table.join(scores.set_axis([*headings.values()], axis=1))
-
-
 def _accuracy(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
     """Whole tasks and texts, then ranges of texts, then each task with needles by their depth."""
     whole, ranges = columns.whole_tasks(frame), frame[frame["first"].notna()]
@@ -226,16 +221,35 @@ def _accuracy(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
         yield sheet._replace(table=table)
 
 
+def _sizes(rows: pd.DataFrame) -> Iterator[str]:
+    """How many windows or questions each text or task has, such as "3 or 8 windows"."""
+    for task, of_task in rows.groupby("task", sort=False):
+        first = of_task[of_task["metric"].eq(of_task["metric"].iloc[0])].fillna({"num_samples": 0})
+        samples, lengths, shots = (
+            " or ".join(f"{value:,.0f}" for value in sorted(first[name].dropna().unique()))
+            for name in ("num_samples", "seq_len", "num_fewshot")
+        )
+        plural = "s" * (samples != "1")
+        if first["metric"].iloc[0] in OF_WINDOWS:
+            yield f"{task}: {samples} window{plural} of {lengths} tokens"
+        else:
+            few = f", {shots}-shot" if shots not in ("", "0") else ""
+            yield f"{task}: {samples} question{plural}{few}"
+
+
 def _accuracy_sheet(title: str, frame: pd.DataFrame) -> Sheet:
+    """The shares and scores of each line, the scores in the order of `METRICS`."""
     rows, notes = _told_apart(lines_of(frame))
+    of_lines = rows.groupby("line", sort=False)
+    table = texts_of(of_lines[[LABEL.name, SETTINGS.name]].first(), [LABEL, SETTINGS])
     beside = _with_values((metrics.UNMET_BUDGET, *metrics.OF_SOME_RUNS), frame)
-    shown = (BUDGET, *beside, *_with_values((DEVICE_FRAC, RESIDENT_FRAC), frame))
+    for column in (BUDGET, *beside, *_with_values((DEVICE_FRAC, RESIDENT_FRAC), frame)):
+        table[column.heading] = of_lines[column.name].agg(partial(show_range, column, between="-"))
+    cells = rows.assign(cell=rows.apply(show_cell, axis=1))
+    scores = cells.pivot(index="line", columns=KEY, values="cell").fillna(MISSING)
     keys = dict.fromkeys(zip(frame["task"], frame["metric"], strict=True))
-    headings = {}
     for task, metric in sorted(keys, key=lambda key: metrics.rank(key[1])):
-        headings[task, metric] = f"{task} {quantity(metric).heading}"
-    words = texts_of(rows.drop_duplicates("line").set_index("line"), [LABEL, SETTINGS])
-    table = words.join(_wide(rows, {column.heading: column for column in shown}, headings))
+        table[f"{task} {quantity(metric).heading}"] = scores[task, metric]
     return Sheet(title, table, notes)
 
 
@@ -250,7 +264,8 @@ NUMBERS_OF_SPEED = (
     metrics.UNMET_BUDGET, DEVICE_FRAC, *metrics.SHAPE, *metrics.SERVING, metrics.TOKENS_EVICTED,
     *metrics.SEGMENTS,
 )  # fmt: skip
-NOT_BRIEF = {column.name for column in NUMBERS_OF_SPEED}.difference(BRIEF_SPEED)
+NOT_BRIEF = {column.name for column in (*NUMBERS_OF_SPEED, *metrics.OF_SOME_RUNS)}
+NOT_BRIEF -= {*BRIEF_SPEED, DEVICE_FRAC.name}
 OF_LARGEST = (
     "largest_batch kv_tokens decode_tokens_per_s sequence_tokens_per_s equal_batch "
     "equal_tokens_per_s device_kv_bytes host_kv_bytes budget wall"
@@ -312,132 +327,3 @@ def _by_series(rows: pd.DataFrame, shown: Metric) -> pd.DataFrame:
 
 
 SHEETS = {"latency": _latency, "accuracy": _accuracy, "analysis": _analysis}
-
-
-# A terminal: a table of each figure
-
-KL, PERPLEXITY = "kl_nats", "perplexity"
-PLACES = {
-    KL: 0, PERPLEXITY: 1, "acc": 2, "exact_match": 2, "text_perplexity": 3, "first_divergence": 4,
-    "repetition": 5, "generated_tokens": 6, "at_limit": 7,
-}  # fmt: skip
-"""Metrics of `METRICS` that a terminal shows, and their order. The others, which lm-eval measured,
-stand with `acc`."""
-
-
-def _figures(frame: pd.DataFrame) -> Iterator[str]:
-    """Accuracy rows as tables; ranges and depths are left to the CSV. A note stands below the first
-    table alone."""
-    explained: set[str] = set()
-    whole = columns.whole_tasks(frame)
-    for (model, experiment), found in whole.groupby(["model", "experiment"], sort=False):
-        rows = _rows_of_figure(found)
-        sheet = _figure_sheet(f"{experiment}, {model} ({'; '.join(_sizes(rows))})", rows)
-        notes = [words for words in sheet.notes if words not in explained]
-        explained.update(notes)
-        yield terminal(sheet._replace(notes=notes))
-
-
-def _rows_of_figure(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `lines_of` that a terminal shows, one column of the table after the other, each
-    with the `name` of its line."""
-    rows = lines_of(frame)
-    short = _unfiltered(rows)
-    rows["place"] = short.map(PLACES).mask(~short.isin(metrics.METRICS), PLACES["acc"])
-    if rows["place"].notna().any():
-        rows = rows.dropna(subset="place")
-    rows = pd.concat([_full_cache(rows), rows])
-    if rows["line"].nunique() > 1:
-        is_bare, errors = rows["low"].isna() & rows["metric"].ne(KL), ["difference", "stderr"]
-        rows[errors] = rows[errors].mask(is_bare)
-    return _with_names(rows.sort_values("place", kind="stable"))
-
-
-def _full_cache(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the full cache where it has no run here: what the others were compared with."""
-    of_itself = rows["metric"].eq(KL)
-    full = rows.assign(value=(rows["value"] - rows["difference"]).mask(of_itself, 0.0))
-    full = full.dropna(subset="value")
-    values = full.groupby(KEY)["value"]
-    spread = values.transform("max") - values.transform("min")
-    full = full[spread <= 1e-9 * full["value"].abs()].drop_duplicates(KEY)
-    if _is_full(rows).any() or full["metric"].eq(KL).all():
-        return rows.head(0)
-    return full.assign(
-        label="Full cache", method=FULL, own="", line=-1, stderr=math.nan, low=math.nan,
-        budget=1.0, device_frac=1.0, resident_frac=0.0,
-    )  # fmt: skip
-
-
-def _is_answer(rows: pd.DataFrame) -> pd.Series:
-    return _unfiltered(rows).isin(RIGHT_OR_WRONG)
-
-
-def _is_full(rows: pd.DataFrame) -> pd.Series:
-    """Whether each row is of the full cache."""
-    is_full = rows["method"].eq(FULL) & rows["budget"].eq(1)
-    return is_full.groupby(rows["line"]).transform("all")
-
-
-def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the `name` of their line: its label, with the settings that tell it from others
-    of that label."""
-    lines = rows.drop_duplicates("line").set_index("line").sort_index()
-    own = varied(lines["own"], lines["label"])
-    names = lines["label"].str.cat(own, sep=", ").str.removesuffix(", ").map(printable)
-    return rows.assign(name=rows["line"].map(names))
-
-
-def _sizes(rows: pd.DataFrame) -> Iterator[str]:
-    """How many windows or questions each text or task has, such as "3 or 8 windows"."""
-    for task, of_task in rows.groupby("task", sort=False):
-        first = of_task[of_task["metric"].eq(of_task["metric"].iloc[0])].fillna({"num_samples": 0})
-        samples, lengths, shots = (
-            " or ".join(f"{value:,.0f}" for value in sorted(first[name].dropna().unique()))
-            for name in ("num_samples", "seq_len", "num_fewshot")
-        )
-        plural = "s" * (samples != "1")
-        if first["metric"].iloc[0] in OF_WINDOWS:
-            yield f"{task}: {samples} window{plural} of {lengths} tokens"
-        else:
-            few = f", {shots}-shot" if shots not in ("", "0") else ""
-            yield f"{task}: {samples} question{plural}{few}"
-
-
-# The table
-
-
-def _figure_sheet(title: str, rows: pd.DataFrame) -> Sheet:
-    """The table with intervals, or with marks where these are too wide."""
-    headings = _brief_headings(rows)
-    names = rows.drop_duplicates("line").set_index("line")[["name"]].set_axis([METHOD], axis=1)
-    for has_intervals in (True, False):
-        scores = _wide(rows, SHARES, headings, has_intervals=has_intervals)
-        table = names.join(scores).sort_index()
-        if fits(table):
-            break
-    is_said = {
-        "shares": True,
-        "answers": _is_answer(rows).any(),
-        "kl": rows["metric"].eq(KL).any(),
-        "intervals" if has_intervals else "marks": rows["low"].notna().any(),
-    }
-    notes = [NOTES["terminal"][name] for name in is_said if is_said[name]]
-    fewest = rows["num_contexts"].min()
-    if fewest < FEWEST_CONTEXTS:
-        notes.append(f"{fewest:.0f} windows or contexts: no interval.")
-    return Sheet(title, table, notes)
-
-
-def _brief_headings(rows: pd.DataFrame) -> dict[Key, str]:
-    """The heading of each column: of a task its name where that is enough, and no text's name where
-    there is one."""
-    keys, found = rows.drop_duplicates(KEY), {}
-    for task, metric in keys[KEY].itertuples(index=False):
-        heading = quantity(metric).heading
-        if metric.partition(",")[0] in RIGHT_OR_WRONG and keys["task"].eq(task).sum() == 1:
-            heading = task
-        elif metric not in (KL, PERPLEXITY) or keys["metric"].eq(metric).sum() > 1:
-            heading = f"{task} {heading}"
-        found[task, metric] = heading
-    return found

@@ -167,10 +167,10 @@ def read_record(path: Path) -> dict[str, Any]:
         names the file.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"{path}: damaged record ({reason(error)}); {DELETE}") from error
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+    if record.get("schema") != SCHEMA:
         raise UserError(f"{path}: no record of this version (schema {SCHEMA}); {DELETE}")
     if record.get(DIGEST) != _digest(record) or record["run_id"] != path.parent.name:
         raise UserError(f"{path}: damaged record (changed since it was written); {DELETE}")
@@ -193,11 +193,12 @@ def write_record(path: Path, record: Record) -> None:
     """Write a record atomically, with its digest.
 
     Raises:
-        UserError: the folder cannot be written, or a number is not finite; the message names the
-        metric.
+        UserError: the folder cannot be written, or a number is not finite.
     """
-    require_finite(record)
-    content = json.loads(json.dumps(record))  # as it will be read
+    try:
+        content = json.loads(json.dumps(record, allow_nan=False))  # as it will be read
+    except ValueError as error:
+        raise UserError("a metric is NaN or infinite, by the model or the method") from error
     write_atomic(path, json.dumps(content | {DIGEST: _digest(content)}, indent=1) + "\n")
 
 
@@ -215,21 +216,6 @@ def current(records: Iterable[Record]) -> list[Record]:
         if key not in newest or record["started"] > newest[key]["started"]:
             newest[key] = record
     return list(newest.values())
-
-
-def require_finite(value: Any, name: str = "") -> None:
-    """Raise UserError, naming the metric, for a NaN or infinite number in mappings and lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        metric = name.removeprefix("metrics/")
-        raise UserError(
-            f"{metric}={value}: is not finite; the model or the method computes NaN or infinite "
-            "numbers"
-        )
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            require_finite(item, f"{name}/{key}".removeprefix("/"))
 
 
 def jsonable(value: Any) -> Any:

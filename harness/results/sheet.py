@@ -17,7 +17,6 @@ from tabulate import tabulate
 from harness.errors import printable
 from harness.results.metrics import (
     APART,
-    BUDGET,
     CLAIM,
     DEVICE_FRAC,
     LABEL,
@@ -30,8 +29,7 @@ from harness.results.metrics import (
 from harness.results.stats import critical_value
 
 T = TypeVar("T")
-METHOD = "method"
-WORDS = (METHOD, LABEL.heading, SETTINGS.heading, CLAIM.heading, APART.heading)
+WORDS = ("method", LABEL.heading, SETTINGS.heading, CLAIM.heading, APART.heading)
 """Headings of columns of words, aligned left. All other columns are numbers."""
 MARKUP = re.compile(
     r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)"
@@ -40,10 +38,8 @@ MARKUP = re.compile(
 """Characters that Markdown would interpret."""
 MAX_LETTERS = 120
 """Letters of a line in a terminal."""
-SHARES = {"budget": BUDGET, "device": DEVICE_FRAC, "resident": RESIDENT_FRAC}
-"""The shares of a table in a terminal, by their headings there."""
-SPARED = "resident"
-"""The column that a wide table leaves out first."""
+SPARED = (RESIDENT_FRAC.heading, DEVICE_FRAC.heading, SETTINGS.heading)
+"""The columns that a wide table leaves out first."""
 OWN = "*"
 """Mark of one's own runs in a table that also has shipped rows."""
 OWN_NOTE = f"{OWN} One's own run; the other rows are shipped with the project."
@@ -108,7 +104,7 @@ MAX_DECIMALS = 5
 ROUNDING = 1e-6
 
 
-def show_range(column: Metric, values: Iterable[float | None], between: str = "-") -> str:
+def show_range(column: Metric, values: Iterable[float | None], between: str = " to ") -> str:
     """A value, or the smallest and the largest if they differ when rounded."""
     known = [value for value in values if value is not None and not math.isnan(value)]
     if not known:
@@ -160,10 +156,10 @@ def show_value(row: pd.Series) -> str:
     return f"{row['value']:,.{decimals}f}"
 
 
-def show_cell(row: pd.Series, *, has_interval: bool = True) -> str:
+def show_cell(row: pd.Series) -> str:
     """The value of a row of `with_intervals`, with the interval of its difference to the full
-    cache, `487.5 (-245 to +1,195)`, or without has_interval a mark where that is without 0. Where
-    it has none, with the difference, `487.5 (+475)`, or else with its standard error."""
+    cache, `487.5 (-245 to +1,195)`. Where it has none, with the difference, `487.5 (+475)`, or else
+    with its standard error."""
     if row["metric"] == "kl_nats":
         return show_kl(row["value"], row["stderr"])
     text, factor = show_value(row), quantity(row["metric"]).factor
@@ -172,8 +168,6 @@ def show_cell(row: pd.Series, *, has_interval: bool = True) -> str:
         if not row["stderr"] > 0 or counted(row):
             return text
         return f"{text} ± {factor * row['stderr']:,.{len(text.partition('.')[2])}f}"
-    if not has_interval:
-        return f"{text}*" if low > 0 or high < 0 else text
     if change == 0 and not high > 0:
         return f"{text} (same)"
     if math.isnan(low):
@@ -224,31 +218,18 @@ def _sides(table: pd.DataFrame) -> list[str]:
 
 
 def terminal(sheet: Sheet) -> str:
-    """A sheet with lines of `MAX_LETTERS`, and what it leaves out. One line alone is printed from
-    top to bottom."""
-    if len(sheet.table) == 1:
-        return _from_top_to_bottom(sheet)
+    """A sheet with lines of `MAX_LETTERS`, and what it leaves out."""
     left_out = []
     shown, notes = sheet.table, list(sheet.notes)
     while not fits(shown) and shown.shape[1] > 2:
-        heading = SPARED if SPARED in shown else shown.columns[-1]
+        spared = [heading for heading in SPARED if heading in shown]
+        heading = spared[0] if spared else shown.columns[-1]
         shown = shown.drop(columns=heading)
         left_out.append(heading)
     if left_out:
         notes.append(f"Not shown: {', '.join(left_out)}.")
     texts = [f"## {printable(sheet.title)}", _narrow(shown), wrapped(" ".join(notes))]
     return "\n\n".join(filter(None, texts))
-
-
-def alike_in_title(sheet: Sheet) -> Sheet:
-    """A sheet of several lines with the numbers that all of them share in its title."""
-    table = sheet.table
-    alike = [heading for heading in table.columns[1:] if table[heading].nunique() == 1]
-    if len(table) == 1:
-        return sheet
-    words = [f"{heading} {table[heading].iloc[0]}" for heading in alike]
-    title = ", ".join([sheet.title, *words])
-    return sheet._replace(title=title, table=table.drop(columns=alike))
 
 
 def fits(table: pd.DataFrame) -> bool:
@@ -265,15 +246,6 @@ def _narrow(table: pd.DataFrame) -> str:
     return "\n".join([header, rule, *lines])
 
 
-def _from_top_to_bottom(sheet: Sheet) -> str:
-    """The title, and a line for each heading that has a value."""
-    cells = zip(*_cells(sheet.table, printable), strict=True)
-    known = [(heading, text) for heading, text in cells if text != MISSING]
-    lines = tabulate(known, tablefmt="plain", disable_numparse=True)
-    return "\n".join([printable(sheet.title), textwrap.indent(lines, "  ")])
-
-
 def wrapped(text: str) -> str:
-    """Lines of at most `MAX_LETTERS`, none of which begins with a %."""
-    joined = printable(text).replace(" %", "\u00a0%")
-    return textwrap.fill(joined, MAX_LETTERS).replace("\u00a0", " ")
+    """Lines of at most `MAX_LETTERS`."""
+    return textwrap.fill(printable(text), MAX_LETTERS)

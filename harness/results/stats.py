@@ -21,7 +21,7 @@ ROUNDING = 1e-12
 """A standard error that is smaller, in units of the largest value, is rounding."""
 
 
-def critical_value(num_contexts: float | None, probability: float = OF_INTERVAL) -> float:
+def critical_value(num_contexts: float | None) -> float:
     """Standard errors to either side of an interval of 95 %, by Student's t.
 
     num_contexts: independent values, which are windows, prompts, or contexts whose questions are
@@ -29,16 +29,8 @@ def critical_value(num_contexts: float | None, probability: float = OF_INTERVAL)
     table does not say: the normal distribution's value, 1.96.
     """
     if num_contexts is None:
-        return float(stdtrit(math.inf, probability))
-    return float(stdtrit(int(num_contexts) - 1, probability)) if num_contexts >= 2 else math.inf
-
-
-def detectable(num_contexts: float | None, power: float = 0.8) -> float:
-    """Standard errors of the smallest difference that a test at 5 % detects with `power`.
-
-    It is the sum of both quantiles, 2.8 with many contexts.
-    """
-    return critical_value(num_contexts) + critical_value(num_contexts, power)
+        return float(stdtrit(math.inf, OF_INTERVAL))
+    return float(stdtrit(int(num_contexts) - 1, OF_INTERVAL)) if num_contexts >= 2 else math.inf
 
 
 def two_sided_p(value: float, stderr: float | None, degrees: float | None) -> float | None:

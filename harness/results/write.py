@@ -18,7 +18,7 @@ import pandas as pd
 
 from harness.errors import UserError, exit_code
 from harness.files import holding, write_atomic
-from harness.results import board_rows
+from harness.results import board
 from harness.results.columns import (
     IDENTITY,
     NO_TABLE,
@@ -30,8 +30,7 @@ from harness.results.columns import (
 from harness.results.metrics import rank
 from harness.results.pages import render_markdown, render_terminal
 from harness.results.record import Record, current, read_records
-from harness.results.samples import full_runs
-from harness.results.table_rows import SHAPES, frames_of, layers_of
+from harness.results.samples import SHAPES, frames_of, full_runs, layers_of
 from harness.settings.kinds import BOARD, find
 from harness.settings.paths import shipped_beside
 from harness.settings.schema import kind_of
@@ -85,8 +84,8 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         if experiment == "perplexity":
             own[LAYERS_TABLE] = "analysis", layers_of(records)
         if experiment == BOARD:
-            for name, of_board in board_rows.evidence_of(records).items():
-                of_shape = board_rows.SHAPES[name]
+            for name, of_board in board.evidence_of(records).items():
+                of_shape = board.SHAPES[name]
                 own[name] = of_shape, with_columns(of_board, of_shape)
         tables = {}
         for name, (of_table, rows) in own.items():
@@ -200,7 +199,7 @@ def _write(path: Path, shape: str, rows: pd.DataFrame) -> None:
         page.unlink(missing_ok=True)
         return
     write_atomic(path, csv_of(rows, shape))
-    if shape not in board_rows.SHAPES.values():
+    if shape not in board.SHAPES.values():
         write_atomic(page, render_markdown(path.stem, rows))
 
 

@@ -194,7 +194,6 @@ def _record(todo: Run, resources: Resources) -> None:
             if reads_weights and not resources.has_model(config.model):
                 kinds.require_length(config)
             outcome = kinds.measure(config, resources)
-            records.require_finite(outcome.metrics)
             _warn_of_budgets(todo, outcome.metrics)
             devices = [str(resources.model(config.model).model.device)] if reads_weights else []
             measured = asdict(outcome) | {"methods": records.jsonable(outcome.methods)}

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
@@ -153,16 +152,13 @@ def parsed(block: str) -> tuple[str, list[Row]]:
     return name, found
 
 
-def needles() -> Iterator[Row]:
-    for label, prefill, parts in (("Full cache", "", 5), ("H2O", "dense", 4), ("H2O", "question", 4)):
-        # The cells show these by themselves: no band of their own.
-        shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"
-        settings = f"alpha=4, {shown}, prefill={prefill}" if prefill else None
-        common = {"label": label, "settings": settings, "budget": 0.16 if prefill else 1, "metric": "2048"}
-        yield common | {"task": "niah_single_1", "value": 0.5}
-        for part in range(parts):
-            of_part = {"task": "niah_single_1", "depth": part / 5}
-            yield common | of_part | {"num_samples": 1 if part else 7, "value": part / 4}
+def ruler_rows() -> Iterator[Row]:
+    for label, prefill, value in (("Full cache", "", 1), ("H2O", "dense", 0.75), ("H2O", "question", 0.25)):
+        settings = f"alpha=4, prefill={prefill}, num_samples=9" if prefill else None
+        common = {"label": label, "settings": settings, "budget": 0.16 if prefill else 1, "task": "niah_single_1"}
+        yield common | {"metric": "512", "value": value}
+        yield common | {"metric": "2048", "value": value / 2}
+        yield common | {"metric": "2048", "value": 0.9, "depth": 0.2}
 
 
 TIMES = {  # prefill and decode seconds
@@ -244,7 +240,7 @@ ROWS: dict[str, list[Row]] = {
     **dict(map(parsed, TABLES.split("\n\n"))),
     **TIMED,
     **{name: curve_rows(name) for name in CURVES},
-    "ruler": [*needles()],
+    "ruler": [*ruler_rows()],
 }
 SHAPES = {
     **dict.fromkeys((*TIMED, "fig17-latency"), "latency"),
@@ -366,7 +362,7 @@ def test_a_figure_has_units_and_nothing_overlaps(name: str, shown) -> None:
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, "cut off"
 
 
-@pytest.mark.parametrize("name", ["fig12", "fig18", "ruler"])  # lines, hatches, parts, images
+@pytest.mark.parametrize("name", ["fig12", "fig18"])  # lines, hatches, parts
 def test_reruns_give_equal_bytes(name: str, results, monkeypatch) -> None:
     elsewhere = {"capacity", "board", "budget"}  # drawn in test_capacity and test_board
     assert {*DRAWINGS} == {*ROWS, *MODELLED, *elsewhere} - {"perplexity", "fig17-latency"}
@@ -541,18 +537,13 @@ def test_long_contexts_are_drawn_by_method_and_length(shown) -> None:
         assert [line.get_markerfacecolor() for line in own] == [style.look("InfiniGen2").color, "white"]
 
 
-def test_needles_say_share_and_number_and_few_questions_are_pale(shown) -> None:
-    """Of all depths together, each question weighing alike: seven at the first depth, one at each other."""
-    panels = [axes for axes in shown("ruler").axes if axes.images]
-    assert [axes.get_title() for axes in panels[:2]] == ["Full cache\nbudget 100 %", "H2O\nbudget 16 %"]
-    words = [axes.get_ylabel() for axes in panels]
-    assert words == ["all depths", "", "prefill=dense\nall depths", "", "prefill=question\nall depths", ""]
-    full, nothing, *_ = panels
-    share = (0 * 7 + 25 + 50 + 75 + 100) / 11
-    assert [text.get_text() for text in full.texts] == [f"{share:.0f}", "n = 11"]
-    pale = 1 - 11 / 13 * (1 - np.array(colormaps["cividis"](share / 100)[:3]))
-    np.testing.assert_allclose(full.images[0].get_array()[0, 0, :3], pale)
-    assert not nothing.texts, "the full cache's runs differ in no setting"
+def test_rulers_tasks_have_a_panel_for_each_prefill_and_bars_by_length(shown) -> None:
+    panels = {axes.get_title(): axes for axes in shown("ruler").axes}
+    assert list(panels) == ["", "prefill=dense", "prefill=question"]
+    heights = {title: [bar.get_height() for bar in axes.patches] for title, axes in panels.items()}
+    assert heights == {"": [100, 50], "prefill=dense": [75, 37.5], "prefill=question": [25, 12.5]}
+    ticks = [tick.get_text() for tick in panels[""].get_xticklabels()]
+    assert ticks == ["512", "2,048"], "no row of a depth"
 
 
 def test_fig5_has_a_histogram_and_series_have_looks_of_their_own(shown) -> None:

@@ -18,13 +18,12 @@ from matplotlib.text import Text
 
 from harness.results import board
 from harness.results import write as tables
-from harness.results.board import first_board
-from harness.results.board_rows import ANSWERS, SHAPES, STEPS, TEXTS
+from harness.results.board import ANSWERS, SHAPES, STEPS, TEXTS, first_board
 from harness.results.columns import csv_of, read_frame
+from harness.results.metrics import MISSING
+from harness.results.pages import sheets_of
 from harness.results.samples import clustered_stderr
 from harness.results.stats import LEVEL, estimates, holm
-from harness.run.compose import load
-from harness.settings.schema import options
 from plots import style
 from plots.drawing import figure_of
 from tests.results.test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save, shares
@@ -294,7 +293,8 @@ def test_each_model_has_a_board_like_that_of_its_own_results(results, tmp_path_f
         own = made(alone).reset_index(drop=True)
         assert set(own.over) == {model}, "one board, not two"
         pd.testing.assert_frame_equal(own, rows[rows.over == model].reset_index(drop=True))
-    assert "small, budget 10 %" in (results / "tables" / "board-methods.md").read_text()
+    titles = [sheet.title for sheet in sheets_of(rows)]
+    assert titles[2].startswith("big, budget 10 %") and len(titles) == 8
     assert "small, budget 10 %" not in (results / "board.md").read_text()
 
 
@@ -336,24 +336,31 @@ def test_pairs_say_who_is_closer(results):
         assert row.closer == closest or {row.label, row.other} == {"Near", "Alike"}
 
 
-def test_the_page_has_readmes_rows_and_all_methods(results):
+def page_of(results: Path) -> str:
+    path, _ = board.write(results)
+    return path.read_text()
+
+
+def test_the_page_has_all_methods_and_the_ratio_on_each_model(results):
     add(results, TEXTS, window_rows("big", 8, ["Paged"], method="quest", budget=0.13))
-    page = board.write(results).read_text()
+    page = page_of(results)
     titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
     setting = "budget 10 %, windows of 1,024 tokens"
-    assert titles == [f"README rows: {setting}", setting, f"{setting}: not compared"]
-    lines = [line for line in page.splitlines() if line.startswith("|")]
-    assert [line.split("|")[1].strip() for line in lines[2:4]] == ["Full cache", "Oracle"], "in README's order"
+    assert titles == [setting, f"{setting}: not compared"]
     (oracle, *_) = lines_of(page, "Oracle")
-    assert oracle[4:8] == ["1.00"] * 4, "over all models and on each"
+    assert oracle[1:3] == ["3 (3 to 3)", "1.00"] and oracle[-3:] == ["1.00"] * 3, "over all models and on each"
     assert "40 windows at 16 places of the texts, on 3 models (big, small, slow)" in page
-    assert "192 questions on 8 contexts; the full cache has 100.0 % right" in page
     paged, *_ = lines_of(page, "Paged")
-    assert paged[1] == "cannot have this budget: reads 13.0 %; lacks small, slow"
+    assert paged[1] == "cannot have this budget: reads 13.0 %; lacks 24 of 40 windows"
+    assert float(paged[-3]) == pytest.approx(2, rel=0.02) and paged[-2:] == [MISSING] * 2
+    full, *_ = lines_of(page, "Full cache")
+    assert "100.0" in full and "192" in full, "right answers and questions"
     add_windows(results, seq_len=4096)
-    page = board.write(results).read_text()
-    assert page.count("## README rows") == 2 and "windows of 4,096 tokens" in page
-    assert page.count("questions on") == 2 and "was not asked" not in page, "those of the shorter windows too"
+    add_windows(results, ["Near"], asked_budget=None, budget=0.3, kl_nats=1.0)
+    page = page_of(results)
+    assert "budget 10 %, windows of 4,096 tokens" in page
+    (near, far, _) = lines_of(page, "Near")
+    assert float(near[-1]) == pytest.approx(0.5, rel=0.05) and float(far[-1]) > 10, "of two budgets"
 
 
 @pytest.mark.parametrize(
@@ -379,7 +386,7 @@ def test_a_method_at_another_budget_is_not_compared(results, changed, apart):
 # Odd tables
 
 
-def test_a_model_that_lacks_a_method_or_windows_is_named(results):
+def test_a_method_that_lacks_windows_is_not_compared(results):
     for folder, (model, count) in MODELS.items():
         own = window_rows(model, count, ["Paged"])
         if model == "small":
@@ -388,7 +395,7 @@ def test_a_model_that_lacks_a_method_or_windows_is_named(results):
             own = [row for row in own if row["text"] == "code" or row["window"] != 1]
         add(results / folder, TEXTS, own)
     row = made(results).loc["Paged"]
-    assert row.apart == "lacks small, 1 of 4 of book on slow" and row.num_windows == 23
+    assert row.apart == "lacks 17 of 40 windows" and row.num_windows == 23
     assert row.model == "big, slow" and row.ratio == pytest.approx(2, rel=0.02)
 
 
@@ -419,8 +426,7 @@ def test_one_text_and_one_window_have_no_interval(tmp_path):
     assert rows.ratio["Near"] == pytest.approx(0.5, rel=0.05) and rows.ratio_low.isna().all()
     assert set(rows.rank_low) == {1} and set(rows.rank_high) == {4}, "nothing is told apart"
     assert rows.answers.isna().all()
-    page = (tmp_path / "board.md").read_text()
-    assert "the full cache was not asked" in page and "1 windows at 1 places" in page
+    assert "1 windows at 1 places of the texts, on one model (big)" in (tmp_path / "board.md").read_text()
     pairs = read_frame(tmp_path / "tables" / "board-pairs.csv")
     assert pairs.p.isna().all() and set(pairs.closer) == {""}
 
@@ -450,7 +456,8 @@ def test_a_kl_below_rounding_counts_as_the_least(results):
 
 def test_without_the_oracle_nothing_is_compared(tmp_path, capsys):
     put(tmp_path, TEXTS, window_rows("big", 4, ["Near", "Far"]))
-    assert board.main([str(tmp_path)]) == 0 and capsys.readouterr().out.strip() == str(tmp_path / "board.md")
+    assert board.main([str(tmp_path)]) == 0
+    assert "not compared" in (printed := capsys.readouterr().out) and printed.endswith(f"{tmp_path / 'board.md'}\n")
     rows = made(tmp_path)
     assert set(rows.apart) == {"the oracle has no windows here"} and len(rows) == 2
     assert read_frame(tmp_path / "tables" / "board-pairs.csv").empty
@@ -465,7 +472,7 @@ def test_a_few_rows_of_ones_own_are_printed_beside_the_shipped_ones(results, cap
     assert board.main([str(results)]) == 0
     printed = capsys.readouterr().out
     mine, *_ = lines_of(printed, "Mine *")
-    assert mine[1] == "4 (4-4)" and mine[2].startswith("2.") and "One's own run" in printed
+    assert mine[1] == "4 (4 to 4)" and mine[2].startswith("2.") and "One's own run" in printed
 
 
 def test_two_numbers_of_dense_layers_are_two_lines(tmp_path):
@@ -486,11 +493,6 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     path.write_text(path.read_text().replace("0.15", "much", 1))
     refused(r"board-texts.csv: not a table of results")
     assert not (tmp_path / "board.md").exists()
-
-
-def test_readme_names_methods_that_there_are():
-    labels = {load([f"method={name}"]).label for name in options("method")}
-    assert labels.issuperset(board.README_METHODS)
 
 
 # Records, shipped tables, figure and report

@@ -13,7 +13,6 @@ from harness.report import write_report
 from harness.results.columns import csv_of, read_frame
 from harness.results.write import joined
 from harness.run.cli import main
-from harness.settings import paths
 from plots import drawing, style
 from plots.drawing import figure_of
 from tests.runs import outcome
@@ -39,15 +38,6 @@ def checkout(runs, shipped_beside, monkeypatch) -> Path:
     (Path("results") / "findings.yaml").write_text("fig4: What is shipped is said.\n")
     monkeypatch.setattr("harness.settings.paths.SHIPPED", Path("results").resolve())
     return Path.cwd()
-
-
-def test_git_ignores_ones_own_results():
-    assert paths.RESULTS == "no-folder-of-a-test", "as in every test that does not ask for the shipped results"
-    if not (ROOT / ".git").exists():
-        pytest.skip("no checkout")
-    own = [f"outputs/{name}" for name in ("tables/a.csv", "report.html", "figures/fig11.png", "runs/a/b/record.json")]
-    done = subprocess.run(["git", "check-ignore", *own], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == own
 
 
 @pytest.mark.parametrize("target", WRITING)

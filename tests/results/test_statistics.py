@@ -15,13 +15,12 @@ from harness.results import sheet as sheets
 from harness.results import stats
 from harness.results import write as tables
 from harness.results.columns import read_frame, with_columns
-from harness.results.samples import clustered_stderr, differences_of, is_full
-from harness.results.table_rows import frames_of
+from harness.results.samples import clustered_stderr, differences_of, frames_of, is_full
 from tests.results.test_tables import TEXT_METRICS, answers, save, sheet
 
 # The numbers
 
-COMPARED = ("difference", "difference_stderr", "p", "gained", "lost", "detectable")
+COMPARED = ("difference", "difference_stderr", "p", "gained", "lost")
 
 
 def compared(own: Sequence[float], full: Sequence[float], metric: str = "acc", per_context: int = 2) -> pd.Series:
@@ -54,10 +53,9 @@ def test_the_error_of_a_perplexity_is_that_of_a_jackknife():
     assert found.difference == pytest.approx(gap) and found["mean"] == pytest.approx(math.exp(statistics.fmean(own)))
     assert found.difference_stderr == pytest.approx(jackknife, rel=0.01)
     assert found.num_contexts == 400 and math.isnan(found.gained)
-    assert found.detectable == pytest.approx((1.966 + 0.843) * found.difference_stderr, rel=1e-3)
     one = compared([2.5], [1.5], "perplexity")
     assert one.difference == pytest.approx(math.exp(2.5) - math.exp(1.5)) and one.num_contexts == 1
-    assert one[["difference_stderr", "p", "detectable"]].isna().all(), "one window has no error"
+    assert one[["difference_stderr", "p"]].isna().all(), "one window has no error"
 
 
 @pytest.mark.parametrize("metric", ["acc", "exact_match", "2048"])
@@ -70,18 +68,15 @@ def test_questions_are_paired_and_clustered_by_context(metric):
     assert found.difference_stderr == pytest.approx(statistics.stdev(sums) / 2 / math.sqrt(4))
     assert found.difference_stderr == clustered_stderr(less, [0, 0, 1, 1, 2, 2, 3, 3])
     assert found.p == pytest.approx(ttest_1samp(sums, 0).pvalue), "of the contexts, which are 4"
-    assert found.detectable == pytest.approx((3.182 + 0.978) * found.difference_stderr, rel=1e-3), "of 4 contexts"
 
 
 def test_questions_without_flips_or_right_in_part():
     found = compared([1, 0, 1], [1, 0, 1])
-    assert [*found[[*COMPARED]]] == [0, 0, 1, 0, 0, pytest.approx(1 - 0.05**0.5)], "of 2 contexts"
+    assert [*found[[*COMPARED]]] == [0, 0, 1, 0, 0]
     lost = compared([0, 0, 0, 0], [1, 1, 1, 1])
     assert lost.difference_stderr == 0 and lost.lost == 4 and math.isnan(lost.p), "all contexts alike: t has no value"
     found = compared([0.5, 1.0], [1.0, 1.0], per_context=1)
     assert math.isnan(found.gained) and found.difference == -0.25 and found.difference_stderr == pytest.approx(0.25)
-    found = compared([30.0, 70.0], [30.0, 70.0], "bleu")
-    assert found.difference == 0 and math.isnan(found.detectable), "no share of questions"
 
 
 # Few windows
@@ -235,25 +230,21 @@ def test_the_full_cache_of_another_experiment_counts_where_its_own_has_none(tmp_
 # The tables
 
 
-def test_a_table_has_the_difference_and_a_page_and_a_terminal_say_it(tmp_path):
-    saved = {overrides: save_answers(tmp_path, overrides, hits=hits) for overrides, hits in HITS.items()}
+def test_a_table_has_the_difference_and_a_page_says_it(tmp_path):
+    for overrides, hits in HITS.items():
+        save_answers(tmp_path, overrides, hits=hits)
     path = tables.update(tmp_path, "fig11")
     rows = read_frame(path).set_index("label")
     stderr = clustered_stderr([0, -1, -1, 1], [0, 0, 1, 1])
     assert stderr is not None and rows.loc["H2O", [*COMPARED]].to_dict() == {
         "difference": -0.25, "difference_stderr": pytest.approx(stderr), "gained": 1, "lost": 2,
         "p": pytest.approx(ttest_1samp([-0.5, 0.0], 0).pvalue),
-        "detectable": pytest.approx((12.706 + 1.376) * stderr, rel=1e-3),
     }  # fmt: skip
     assert [*rows["num_contexts"]] == [2, 2, 2] and rows.loc["Full cache", [*COMPARED]].isna().all()
     cells = {line["label"]: line["passkey acc (%)"] for line in sheet(path)}
     assert cells == {
         "Full cache": "3 of 4", "H2O": "2 of 4 (-25)", "INT4": "3 of 4 (same)",
     }  # fmt: skip
-    own, full = saved["method=int4"], saved["method=full"]
-    text = tables.summary([own], lambda: [full, own])
-    assert "Full cache" in text and text.count("3 of 4") == 2 and "2 windows or contexts: no interval." in text
-    assert "same" not in tables.summary([own]) and "INT4" in tables.summary([own])
 
 
 def test_a_text_and_its_chunks_are_compared_with_the_full_cache_of_the_run(tmp_path):

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from harness.errors import UserError
 from harness.model.tiny import tiny_model
 from harness.results import board
-from harness.results.board_rows import ORACLES
+from harness.results.board import ORACLES
 from harness.results.columns import read_frame
 from harness.results.metrics import EQUAL
 from harness.run import cli, sweep
