@@ -18,7 +18,7 @@ import numpy as np
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from harness.data import aime, generated, graph_search, ruler
+from harness.data import aime, generated, ruler
 from harness.data.rows import (
     Source,
     TaskRows,
@@ -30,7 +30,7 @@ from harness.data.rows import (
 from harness.data.task_plan import Leaf, Suite, plan
 from harness.errors import UserError, reason, refused
 from harness.settings.config import RunConfig
-from harness.settings.task_config import AIME_TASKS, REASONING_TASKS, RULER_TASKS
+from harness.settings.task_config import AIME_TASKS, RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
@@ -89,8 +89,6 @@ def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: TaskRows) ->
             own, made = ruler.load(name, config, loaded)
         elif name in AIME_TASKS:
             own, made = aime.load(name, config)
-        elif name in REASONING_TASKS:
-            own, made = graph_search.load(config)
         else:
             own, made = generated.load(name, config)
         return _construct(own | _given({"test": datasets.Dataset.from_list(made)}), config)

@@ -18,9 +18,20 @@ import numpy as np
 import pytest
 from lm_eval.evaluator import simple_evaluate
 
-from harness.data import ruler, ruler_package
-from harness.data.ruler import MARKERS, NEEDLES, ONE_NEEDLE, facts, make, needle_of, num_tokens, rows_of
-from harness.data.ruler_package import INSTALL, NAMES, QUESTIONS
+from harness.data import ruler
+from harness.data.ruler import (
+    INSTALL,
+    MARKERS,
+    NAMES,
+    NEEDLES,
+    ONE_NEEDLE,
+    QUESTIONS,
+    facts,
+    make,
+    needle_of,
+    num_tokens,
+    rows_of,
+)
 from harness.data.task_plan import plan
 from harness.data.tasks import load_suite
 from harness.errors import UserError
@@ -48,11 +59,6 @@ WORDS = {"nounlist.txt": ["apple", "river", "stone"], "adjectivelist.txt": ["cal
 
 def length_of(task: str) -> int:
     return OF_TEXTS if task in NAMES else LENGTH
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,12 +148,12 @@ def upstream_rows(task: str, tokenizer, count: int, folder: Path) -> list[dict]:
     words = f"class random_word:\n    _get_words_from_text_file = {WORDS!r}.get\n"
     (stand_ins / "wonderwords.py").write_text(words)
     tokenizer.save_pretrained(folder / "tokenizer")
-    root = ruler_package._folder()
+    root = ruler._folder()
     places = [stand_ins, root.parent, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, places)),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "NLTK_DATA": str(ruler_package._located("llama_index.core") / "_static/nltk_cache"),
+        "NLTK_DATA": str(ruler._located("llama_index.core") / "_static/nltk_cache"),
     }
     options = {
         "save_dir": folder,
@@ -271,7 +277,7 @@ def test_any_wording_of_an_answer_is_right():
 
 @needs_package
 def test_scores_are_upstreams():
-    spec = importlib.util.spec_from_file_location("upstream", ruler_package._folder() / "eval/synthetic/constants.py")
+    spec = importlib.util.spec_from_file_location("upstream", ruler._folder() / "eval/synthetic/constants.py")
     upstream = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(upstream)
     answers = ["one", "TWO", "three"]
@@ -285,7 +291,6 @@ def test_scores_are_upstreams():
 
 
 def test_the_group_of_all_tasks_has_their_mean_at_each_length(monkeypatch):
-    monkeypatch.undo()  # lm-eval's index lies in the true cache
     found = plan(load(["experiment=ruler13", "metadata.max_seq_lengths=[512,1024]"]))
     assert set(found.tasks) == set(RULER_TASKS)
     scores, group = {}, found.groups["ruler"]
