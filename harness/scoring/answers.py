@@ -1,5 +1,5 @@
-"""Scores of continuations through replay, and the prompts that answers share. Each piece of work is
-done once.
+"""Answers through replay: scores of continuations, and texts that are written side by side. Each
+piece of work is done once.
 
 prompt   ids[:prefill_len]         dense, once per distinct prompt
   branch   equal rows that follow    decoded once per question, counted as often as requests share
@@ -8,11 +8,12 @@ prompt   ids[:prefill_len]         dense, once per distinct prompt
 
 Prompts of similar length are padded left into a batch and run once. Sessions of branches are forked
 from it, and their rows are padded right. Every request counts as a sequence of its own in the
-reads.
+reads. A model that takes no padding runs one sequence at a time.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,13 +21,18 @@ from itertools import takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
+from harness.errors import UserError
 from harness.files import available_bytes
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats
+from harness.model.generation import GenerationRule
 from harness.model.prompts import kept_bytes, prompt_bytes
+from harness.model.sampling import Draft, write
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.settings.task_config import GREEDY, Sampling
@@ -162,14 +168,11 @@ class PromptBatch:
         self.requests = requests
         self.most_tokens = most_tokens
         self.device = attached.device
-        self.is_even = attached.decoder.no_padding is not None
         self.branches: list[tuple[int, Branch]] = []
         requests_of_prompt = []
         for parent, prompt in enumerate(prompts):
             self.branches += [(parent, branch) for branch in prompt.branches]
             requests_of_prompt.append(sum(len(branch.requests) for branch in prompt.branches))
-        if self.is_even:  # the model takes no padding
-            self.branches.sort(key=_num_shared)
         ids, valid = pad([prompt.ids for prompt in prompts], self.device, left=True)
         self.num_columns = ids.shape[1]
         final_lengths = self.tensor([prompt.final_length for prompt in prompts])
@@ -186,8 +189,7 @@ class PromptBatch:
             own = sum(len(request.rows) > len(item[1].shared) for request in members)
             return max(1, own), self.num_columns + max(request.num_rows for request in members)
 
-        length = _num_shared if self.is_even else None
-        return batches(self.branches, size, self.most_tokens, length)
+        return batches(self.branches, size, self.most_tokens)
 
     def decode_shared(
         self, branches: Sequence[tuple[int, Branch]], more_columns: int = 0
@@ -212,28 +214,15 @@ class PromptBatch:
         return torch.tensor(values, device=self.device)
 
 
-def _num_shared(item: tuple[int, Branch]) -> int:
-    return len(item[1].shared)
-
-
-def prompt_batches(
-    requests: Sequence[Request],
-    attached: Attached,
-    size: Callable[[SharedPrompt], tuple[int, int]],
-    most: int,
-) -> Iterator[list[SharedPrompt]]:
-    """The prompts of `requests` in `batches`, of one length each where the model takes no
-    padding."""
-    length = None if attached.decoder.no_padding is None else (lambda prompt: len(prompt.ids))
-    return batches(share(requests), size, most, length)
-
-
 def tokens_at_once(attached: Attached) -> int:
     """Sequences times columns that are decoded at once: `CACHE_TOKENS`, or its half, quarter, ...
-    that fits into the free memory of the device, so that a few MiB more or less change nothing.
+    that fits into the free memory of the device, so that a few MiB more or less change nothing; 1,
+    which is one sequence, of a model that takes no padding.
 
     Counted are `COPIES` of the rows of all layers and a layer's dense pass.
     """
+    if attached.decoder.no_padding is not None:
+        return 1
     token_bytes = COPIES * kept_bytes(attached, 1) + prompt_bytes(attached, 1)
     free = available_bytes(attached.device)
     most = CACHE_TOKENS
@@ -243,19 +232,15 @@ def tokens_at_once(attached: Attached) -> int:
 
 
 def batches(
-    items: Iterable[Item],
-    size: Callable[[Item], tuple[int, int]],
-    most: int,
-    length: Callable[[Item], int] | None = None,
+    items: Iterable[Item], size: Callable[[Item], tuple[int, int]], most: int
 ) -> Iterator[list[Item]]:
     """Consecutive items whose sequences times columns stay within `most`, at least one; size:
-    (sequences, columns). length: is equal in a batch; None: may differ."""
+    (sequences, columns)."""
     batch: list[Item] = []
     count = width = 0
     for item in items:
         sequences, columns = size(item)
-        is_full = (count + sequences) * max(width, columns) > most
-        if batch and (is_full or (length is not None and length(item) != length(batch[0]))):
+        if batch and (count + sequences) * max(width, columns) > most:
             yield batch
             batch, count, width = [], 0, 0
         batch.append(item)
@@ -295,7 +280,7 @@ def score(
     def size(prompt: SharedPrompt) -> tuple[int, int]:
         return 1, len(prompt.ids)
 
-    for group in prompt_batches(requests, attached, size, PROMPT_TOKENS):
+    for group in batches(share(requests), size, min(PROMPT_TOKENS, most_tokens)):
         batch = PromptBatch(group, requests, attached, setup, most_tokens)
         reads += batch.root.reads
         for branches in batch.slices():
@@ -341,13 +326,14 @@ def _decode_choices(batch: PromptBatch, branches: Sequence[tuple[int, Branch]]) 
     of_branches = [(branch.requests, len(branch.shared)) for _, branch in branches]
     add(hidden, of_branches, num_dense=1)
     # (branch, request, own rows), in groups in which none has twice the rows of another: little
-    # padding, few forwards.
+    # padding, few forwards. Of a model that takes no padding all of a group have as many.
     groups: dict[int, list[tuple[int, int, Sequence[int]]]] = defaultdict(list)
     for at, (_, branch) in enumerate(branches):
         for index in branch.requests:
             own = batch.requests[index].rows[len(branch.shared) :]
             if own:
-                groups[len(own).bit_length()].append((at, index, own))
+                length = len(own) if batch.most_tokens == 1 else len(own).bit_length()
+                groups[length].append((at, index, own))
     for group in groups.values():
         ids, valid = pad([own for _, _, own in group], batch.device)
         parents = batch.tensor([at for at, _, _ in group])
@@ -389,3 +375,129 @@ def _read_off(
     for index, total, same in zip(targets, sums, all_greedy, strict=True):
         scores[index] = Score(float(total.sum()), bool(same.all()))
     return scores
+
+
+# Texts
+
+
+class Written(NamedTuple):
+    """A generated answer. tokens: the one that ended it included. at_limit: `max_new_tokens` ended
+    it."""
+
+    tokens: list[int]
+    at_limit: bool
+
+
+def generate(
+    requests: Sequence[Request],
+    attached: Attached,
+    setup: Setup,
+    on_answered: Callable[[int], object],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[Written], ReadStats]:
+    """The answers, in the order of `requests`, and their reads.
+
+    The rest of the context after the prompt is decoded teacher-forced, then each step decodes one
+    row of every sequence. The model's generation config holds as in lm-eval's `HFLM`
+    (`GenerationRule`). tokenizer: spells tokens, to find the texts that end an answer. on_answered:
+    takes the number of requests answered since its last call. Raises UserError where the method did
+    not run on every decode row, or there was none; the full cache needs none.
+    """
+    written: dict[int, Written] = {}
+    reads = ReadStats()
+
+    def size(prompt: SharedPrompt) -> tuple[int, int]:
+        rows = max(requests[branch.requests[0]].num_rows for branch in prompt.branches)
+        return len(prompt.branches), len(prompt.ids) + rows
+
+    most_tokens = tokens_at_once(attached)
+    for group in batches(share(requests), size, most_tokens):
+        batch = PromptBatch(group, requests, attached, setup, most_tokens)
+        reads += batch.root.reads
+        for branches in batch.slices():
+            answers = []
+            for _, branch in branches:
+                request = requests[branch.requests[0]]
+                answers.append(_Answer(branch, request, attached, tokenizer))
+            most_left = max(answer.left for answer in answers)
+            session, hidden = batch.decode_shared(branches, most_left - 1)
+            last = batch.tensor([len(branch.shared) for _, branch in branches])
+            writing = _Writing(session, attached)
+            first_logits = attached.logits(hidden[range(len(last)), last])
+            num_told = 0
+            for _ in write(answers, first_logits, writing.feed):
+                num_ended = sum(len(answer.requests) for answer in answers if answer.ended)
+                on_answered(num_ended - num_told)
+                num_told = num_ended
+            reads += writing.reads + writing.session.reads
+            for answer in answers:
+                result = Written(answer.tokens, not answer.ended_itself)
+                written |= dict.fromkeys(answer.requests, result)
+    if reads.rows:
+        reads.check_fired()
+    elif not batch.root.reads_everything:
+        raise UserError(
+            "every answer ended with its first token, which the dense prompt gives, so the method "
+            "decoded nothing: use prefill=question, or leave the task out"
+        )
+    return [written[index] for index in range(len(requests))], reads
+
+
+class _Answer(Draft):
+    """An answer under way, and the requests that ask for it.
+
+    Besides the ends of its rule, the text of a stop ends it: lm-eval's criteria find it in the
+    spelling of the last tokens.
+    """
+
+    def __init__(
+        self,
+        branch: Branch,
+        request: Request,
+        attached: Attached,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        stops = stop_sequences_criteria(
+            tokenizer, list(request.stops), len(request.ids), batch_size=1
+        )
+        rule = GenerationRule(
+            attached.model,
+            request.ids,
+            tokenizer=tokenizer,
+            criteria=stops,
+            max_new_tokens=request.max_new_tokens,
+            **json.loads(request.settings),
+            **request.sampling.settings,
+        )
+        super().__init__(request.ids, rule, request.key)
+        self.requests = branch.requests
+
+
+class _Writing:
+    """A batch of answers under way in replay.
+
+    A sequence that has ended is padding. Once half of a batch has ended, the others are forked into
+    a batch of their own. reads: of the sessions so far.
+    """
+
+    def __init__(self, session: ReplaySession, attached: Attached) -> None:
+        self.session = session
+        self.attached = attached
+        self.reads = ReadStats()
+
+    def feed(self, answers: Sequence[_Answer]) -> tuple[Sequence[_Answer], Tensor]:
+        """Run the last token of each answer."""
+        device = self.attached.device
+        going = [at for at, answer in enumerate(answers) if not answer.ended]
+        if 2 * len(going) <= len(answers):
+            self.reads += self.session.reads
+            answers = [answers[at] for at in going]
+            most = max(answer.left for answer in answers)
+            columns = self.session.history.length + most
+            self.session = self.session.fork(torch.tensor(going, device=device), columns)
+        ids = torch.tensor([[answer.tokens[-1]] for answer in answers], device=device)
+        valid = torch.tensor([[not answer.ended] for answer in answers], device=device)
+        counts = torch.tensor([len(answer.requests) for answer in answers], device=device)
+        hidden = self.session.decode(ids, valid, counts)[:, -1]
+        return answers, self.attached.logits(hidden)

@@ -17,9 +17,8 @@ from lm_eval.api.task import Task
 from harness.data.ruler import facts, needle_of
 from harness.errors import shortened
 from harness.results.samples import clustered_stderr
-from harness.scoring.answers import Document, Request
+from harness.scoring.answers import Document, Request, Written
 from harness.scoring.question import QuestionFinder
-from harness.scoring.writing import Written
 
 NO_FILTER = "none"
 GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"
