@@ -32,8 +32,7 @@ from harness.data.ruler import (
     num_tokens,
     rows_of,
 )
-from harness.data.task_plan import plan
-from harness.data.tasks import load_suite
+from harness.data.tasks import load_suite, plan
 from harness.errors import UserError
 from harness.results.inputs import tasks as identity
 from harness.run.compose import load

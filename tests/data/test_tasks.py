@@ -15,8 +15,7 @@ import yaml
 
 from harness.data import generated
 from harness.data.generated import MARKER, questions
-from harness.data.task_plan import location, own_tasks
-from harness.data.tasks import load_suite
+from harness.data.tasks import load_suite, location, own_tasks
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.results.samples import clustered_stderr
