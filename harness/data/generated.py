@@ -66,13 +66,12 @@ ITEMS = """
 
 class Question(NamedTuple):
     """One multiple-choice question. Questions with one `context_id` have prompts that start with
-    the same context. needle: its sentence that holds the answer."""
+    the same context."""
 
     context_id: int
     prompt: str
     choices: list[str]
     gold: int
-    needle: str
 
 
 Rows = list[dict[str, Any]]
@@ -140,8 +139,7 @@ def questions(
             subject = f"{SUBJECTS[task]} of the {item}"
             prompt = f"{text}{MARKER} What is the {subject}?\nAnswer: The {subject} is"
             texts = [f" {code}" for code in choices]
-            needle = f"The {subject} is {right}."
-            made.append(Question(context_id, prompt, texts, choices.index(right), needle))
+            made.append(Question(context_id, prompt, texts, choices.index(right)))
     return made[:num_questions]
 
 

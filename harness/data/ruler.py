@@ -27,10 +27,9 @@ import importlib.util
 import io
 import math
 import random
-import re
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -42,7 +41,7 @@ import yaml
 from harness.errors import UserError, release
 from harness.files import text_sha256
 from harness.settings.config import RunConfig
-from harness.settings.task_config import GENERATED_TASKS, RULER_TASKS
+from harness.settings.task_config import RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
@@ -59,8 +58,6 @@ NEEDLES = {
 """Haystack, keys and values of the tasks of lm-eval's functions that hide one needle."""
 ONE_NEEDLE = (*NEEDLES, "niah_single_2", "niah_single_3", "niah_multikey_1")
 """Tasks that ask for one needle, which is one sentence."""
-NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")
-"""The key and the value of a needle."""
 VT_EXAMPLE_TOKENS = 500
 """Tokens that the worked example of ruler_vt may take, its answer included."""
 FWE_LEAST_TOKENS = 200
@@ -165,18 +162,6 @@ def facts(task: str, row: TaskRow) -> dict[str, float | int | None]:
     if task in ONE_NEEDLE:
         depth = row["input"].index(row["outputs"][0]) / len(row["input"])
     return {"length": row["max_length"], "depth": depth}
-
-
-def needle_of(task: str | None, doc: Any) -> str | None:
-    """The sentence that holds the right answer, as it stands in the prompt; None of a task that
-    does not know it."""
-    if task in GENERATED_TASKS and isinstance(doc, Mapping):
-        return doc.get("needle")
-    if task in ONE_NEEDLE and isinstance(doc, Mapping):
-        for found in NEEDLE.finditer(doc.get("input", "")):
-            if found[2] in doc.get("outputs", ()):
-                return found[0]
-    return None
 
 
 def _score_all(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:

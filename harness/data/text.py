@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.data.rows import from_hub
-from harness.errors import UserError
+from harness.errors import UserError, refused
 from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig, RunConfig
 
 WIKITEXT_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
@@ -68,14 +68,8 @@ def named_text(name: str) -> str:
 def read_text(path: str | Path, setting: str) -> str:
     """The whole file as UTF-8, line ends untouched. setting: the name in an error, such as
     `corpus.path`. UserError where it is missing, unreadable or not UTF-8."""
-    try:
+    with refused(f"{setting}={path}: cannot be read as UTF-8 text"):
         return Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{setting}={path}: not UTF-8 text, byte {error.start} cannot be decoded"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{setting}={path}: cannot be read ({error.strerror})") from None
 
 
 def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:

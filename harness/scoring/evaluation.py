@@ -25,7 +25,7 @@ from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.evaluator import evaluate
 
 from harness.data.generated import MARKER
-from harness.data.ruler import MARKERS, facts, needle_of
+from harness.data.ruler import MARKERS, ONE_NEEDLE, facts
 from harness.data.tasks import FEWSHOT_SEED, Suite, load_suite
 from harness.errors import UserError, shortened
 from harness.model.budgets import ReadStats
@@ -48,8 +48,8 @@ GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"
 `max_gen_toks` did."""
 QUESTION_LETTERS = CONTEXT_LETTERS = 240
 """Letters that a sample keeps at most of a question and of its context."""
-BESIDE_LETTERS = 60
-"""Letters that it keeps of a context on either side of the needle."""
+BESIDE_LETTERS = 90
+"""Letters that it keeps of a context on either side of a right answer that stands there once."""
 ANSWER_LETTERS = 80
 """Letters that it keeps of a choice."""
 OTHER_LENGTH = -1
@@ -445,22 +445,26 @@ def samples_of(
             entry |= {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
         entry |= facts(task.task_name, answers[0]["doc"])
         if task.OUTPUT_TYPE != "loglikelihood_rolling":
-            entry |= _texts(task, answers[0], finder)
+            entry |= _texts(task, answers[0], finder, entry.get("gold_text"))
         samples.append(entry)
     return samples
 
 
-def _texts(task: Task, sample: Mapping[str, Any], finder: QuestionFinder) -> dict[str, str]:
-    """The question and its context, in one line each, the context around the sentence that holds
-    the answer where that is known."""
+def _texts(
+    task: Task, sample: Mapping[str, Any], finder: QuestionFinder, gold_text: str | None
+) -> dict[str, str]:
+    """The question and its context, in one line each; of a generated task or one needle, the
+    context around the right answer. gold_text: of a choice."""
     prompt = str(sample["arguments"][0][0]).rstrip()
     context, question = finder.split(prompt, sample["doc"])
-    needle = needle_of(task.task_name, sample["doc"])
-    begin = -1 if needle is None else context.find(needle)
-    if needle is None or begin < 0:
+    answer = gold_text if task.task_name in GENERATED_TASKS else None
+    if task.task_name in ONE_NEEDLE:
+        answer = sample["doc"]["outputs"][0]
+    if answer is None or answer not in context:
         shown = shortened(" ".join(context.split()), CONTEXT_LETTERS)
     else:
-        first, stop = max(0, begin - BESIDE_LETTERS), begin + len(needle) + BESIDE_LETTERS
+        begin = context.index(answer)
+        first, stop = max(0, begin - BESIDE_LETTERS), begin + len(answer) + BESIDE_LETTERS
         around = " ".join(context[first:stop].split())
         shown = f"{'…' if first else ''}{around}{'…' if stop < len(context) else ''}"
     words = shortened(" ".join(question.split()), QUESTION_LETTERS)

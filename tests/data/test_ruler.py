@@ -28,7 +28,6 @@ from harness.data.ruler import (
     QUESTIONS,
     facts,
     make,
-    needle_of,
     num_tokens,
     rows_of,
 )
@@ -236,15 +235,19 @@ def test_a_task_prompts_and_scores(task, tokenizer):
     assert some == 1 / len(doc["outputs"]), "the share of the right answers that the text holds"
 
 
-def test_depth_and_length(tokenizer):
-    assert facts("ruler_vt", *make("ruler_vt", LENGTH, 1, 0, tokenizer)) == {"length": LENGTH, "depth": None}
+@pytest.mark.parametrize(
+    "task", ["niah_single_1", *(pytest.param(name, marks=needs_package) for name in NAMES if name in ONE_NEEDLE)]
+)
+def test_depth_and_length(task, tokenizer):
+    length = length_of(task)
     depths = set()
-    for row in make("niah_single_1", LENGTH, 8, 0, tokenizer):
-        found = facts("niah_single_1", row)
-        assert found["length"] == LENGTH
+    for row in make(task, length, 8, 0, tokenizer):
+        found = facts(task, row)
+        assert found["length"] == length and row["input"].count(row["outputs"][0]) == 1
         assert row["input"][round(found["depth"] * len(row["input"])) :].startswith(row["outputs"][0])
         depths.add(found["depth"])
     assert len(depths) > 2
+    assert facts("ruler_vt", *make("ruler_vt", LENGTH, 1, 0, tokenizer)) == {"length": LENGTH, "depth": None}
 
 
 def test_a_run_says_the_length_and_the_depth_of_each_question():
@@ -254,16 +257,6 @@ def test_a_run_says_the_length_and_the_depth_of_each_question():
     samples = outcome.samples["niah_single_1"]
     assert outcome.metrics["niah_single_1"]["1400"] == sum(each["1400"] for each in samples) / 2
     assert {each["length"] for each in samples} == {1400} and all(0 < each["depth"] < 1 for each in samples)
-
-
-@needs_package
-@pytest.mark.parametrize("task", [task for task in NAMES if task in ONE_NEEDLE])
-def test_needles_are_known(task, tokenizer):
-    row = make(task, OF_TEXTS, 1, 0, tokenizer)[0]
-    sentence = needle_of(task, row)
-    assert row["outputs"][0] in sentence and row["input"].count(sentence) == 1
-    depth = facts(task, row)["depth"]
-    assert row["input"][round(depth * len(row["input"])) :].startswith(row["outputs"][0])
 
 
 def test_any_wording_of_an_answer_is_right():
