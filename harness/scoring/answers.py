@@ -17,7 +17,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -284,53 +284,31 @@ def score(
         batch = PromptBatch(group, requests, attached, setup, most_tokens)
         reads += batch.root.reads
         for branches in batch.slices():
-            decoded = _decode_choices(batch, branches)
-            if decoded.reads.rows:  # a request may have no decode row
-                decoded.reads.check_fired()
-            reads += decoded.reads
-            scores |= _read_off(decoded, requests, attached)
-            on_scored(len(decoded.addresses))
+            states, of_choices = _decode_choices(batch, branches)
+            if of_choices.rows:  # a request may have no decode row
+                of_choices.check_fired()
+            reads += of_choices
+            scores |= _read_off(states, requests, attached)
+            on_scored(len(states))
     return [scores[index] for index in range(len(requests))], reads
 
 
-class _Decoded(NamedTuple):
-    """Rows of requests. hidden: final states [rows, hidden_size]. addresses: the rows of each
-    request, by index, from the last one of its prompt on."""
-
-    hidden: Tensor
-    addresses: dict[int, list[int]]
-    reads: ReadStats
-
-
-def _decode_choices(batch: PromptBatch, branches: Sequence[tuple[int, Branch]]) -> _Decoded:
-    """Decode the shared rows of `branches`, then each request's own."""
+def _decode_choices(
+    batch: PromptBatch, branches: Sequence[tuple[int, Branch]]
+) -> tuple[dict[int, Tensor], ReadStats]:
+    """Decode the shared rows of `branches`, then each request's own. Returns final states
+    [rows, hidden_size] of each request, by index, from the last row of its prompt on."""
     trunk, hidden = batch.decode_shared(branches)
     reads = trunk.reads
-    blocks: list[Tensor] = []
-    addresses: dict[int, list[int]] = defaultdict(list)
-
-    def add(
-        hidden: Tensor,
-        owners: Iterable[tuple[Sequence[int], int]],
-        num_dense: int = 0,
-    ) -> None:
-        """owners: for each sequence its requests and number of decode rows. hidden: of `num_dense`
-        rows of the prompt and of these rows."""
-        start = sum(map(len, blocks))
-        blocks.append(hidden.flatten(0, 1))
-        for members, count in owners:
-            for index in members:
-                addresses[index] += range(start, start + num_dense + count)
-            start += hidden.shape[1]
-
-    of_branches = [(branch.requests, len(branch.shared)) for _, branch in branches]
-    add(hidden, of_branches, num_dense=1)
+    states: dict[int, Tensor] = {}
     # (branch, request, own rows), in groups in which none has twice the rows of another: little
     # padding, few forwards. Of a model that takes no padding all of a group have as many.
-    groups: dict[int, list[tuple[int, int, Sequence[int]]]] = defaultdict(list)
+    groups: dict[int, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
     for at, (_, branch) in enumerate(branches):
+        num_shared = len(branch.shared)
         for index in branch.requests:
-            own = batch.requests[index].rows[len(branch.shared) :]
+            states[index] = hidden[at, : 1 + num_shared]
+            own = batch.requests[index].rows[num_shared:]
             if own:
                 length = len(own) if batch.most_tokens == 1 else len(own).bit_length()
                 groups[length].append((at, index, own))
@@ -338,39 +316,33 @@ def _decode_choices(batch: PromptBatch, branches: Sequence[tuple[int, Branch]]) 
         ids, valid = pad([own for _, _, own in group], batch.device)
         parents = batch.tensor([at for at, _, _ in group])
         tips = trunk.fork(parents, trunk.history.length + ids.shape[1])
-        add(tips.decode(ids, valid), [([index], len(own)) for _, index, own in group])
+        decoded = tips.decode(ids, valid)
+        for (_, index, own), rows in zip(group, decoded, strict=True):
+            states[index] = torch.cat([states[index], rows[: len(own)]])
         reads += tips.reads
-    return _Decoded(torch.cat(blocks), addresses, reads)
+    return states, reads
 
 
 def _read_off(
-    decoded: _Decoded, requests: Sequence[Request], attached: Attached
+    states: dict[int, Tensor], requests: Sequence[Request], attached: Attached
 ) -> dict[int, Score]:
-    """Scores of the requests whose rows were decoded. A row shared by several passes the head
-    once."""
-    hidden, rows = decoded.hidden, decoded.addresses
-    targets = {index: requests[index].ids[requests[index].context_len :] for index in rows}
+    """Scores of the requests whose rows were decoded."""
+    targets = {index: requests[index].ids[requests[index].context_len :] for index in states}
     # The continuation's first token is predicted by the row of the context's last: one row before
     # its own.
-    all_tokens: list[int] = []
-    all_rows: list[int] = []
-    for index, tokens in targets.items():
-        all_tokens += tokens
-        all_rows += rows[index][-len(tokens) :]
-    device = attached.device
-    wanted = torch.tensor(all_tokens, device=device)
-    unique, where = torch.unique(torch.tensor(all_rows, device=device), return_inverse=True)
-    hidden = hidden[unique]
-    log_probs = torch.empty(len(wanted), device=device)
-    greedy = torch.empty(len(wanted), dtype=torch.bool, device=device)
-    for start in range(0, len(unique), HEAD_ROWS):
-        logits = attached.logits(hidden[start : start + HEAD_ROWS])  # [rows, vocab]
-        here = ((where >= start) & (where < start + HEAD_ROWS)).nonzero().squeeze(-1)
-        row, token = where[here] - start, wanted[here]
-        log_probs[here] = logits[row, token] - logits.logsumexp(-1)[row]
-        greedy[here] = logits.argmax(-1)[row] == token
+    rows = torch.cat([states[index][-len(tokens) :] for index, tokens in targets.items()])
+    wanted = torch.tensor([*chain.from_iterable(targets.values())], device=attached.device)
+    log_probs, greedy = [], []
+    for hidden, tokens in zip(rows.split(HEAD_ROWS), wanted.split(HEAD_ROWS), strict=True):
+        logits = attached.logits(hidden)  # [rows, vocab]
+        own_logits = logits.gather(-1, tokens[:, None]).squeeze(-1)
+        log_probs.append(own_logits - logits.logsumexp(-1))
+        greedy.append(logits.argmax(-1) == tokens)
     lengths = [len(tokens) for tokens in targets.values()]
-    sums, all_greedy = log_probs.double().split(lengths), greedy.split(lengths)
+    sums, all_greedy = (
+        torch.cat(log_probs).double().split(lengths),
+        torch.cat(greedy).split(lengths),
+    )
     scores = {}
     for index, total, same in zip(targets, sums, all_greedy, strict=True):
         scores[index] = Score(float(total.sum()), bool(same.all()))
