@@ -124,11 +124,6 @@ def test_prompts_of_words_are_written_as_upstream_writes_them(tokenizer):
     row = make("ruler_cwe", LENGTH, 1, 0, tokenizer)[0]
     example, _, asked = row["input"].rpartition("\nBelow is a numbered list of words. ")
     assert example.startswith("Below is a numbered list of words. ") and example == row["input_example"]
-    answers = re.search(r"list are:((?:\d+\. \w[\w-]*(?: \w[\w-]*)* ?){10})$", example)[1]
-    words = re.findall(r"\d+\. ((?:(?!\d+\.).)+?)(?= \d+\.|$)", answers)
-    listed = example.rpartition("\nQuestion:")[0]
-    counts = [len(re.findall(rf"\d+\. {re.escape(word)}(?= \d+\.|$)", listed)) for word in words]
-    assert len(words) == 10 and counts == [3] * 10, "the most common of the example are its answer"
     assert asked.endswith("common words in the above list?") and row["gen_prefix"].startswith("Answer: The top 10")
     assert num_tokens(f"{row['input']} {row['gen_prefix']}", tokenizer) + 120 <= LENGTH
     row = make("ruler_vt", LENGTH, 1, 0, tokenizer)[0]
