@@ -42,12 +42,14 @@ def test_wikitext_from_the_file_equals_the_hub(tmp_path, monkeypatch):
     import datasets
 
     wikitext = CorpusConfig("wikitext2")
-    with pytest.raises(UserError, match="corpus=wikitext2 needs data=local data.root=DIR or data=hub"):
+    with pytest.raises(
+        UserError, match="corpus=wikitext2 needs data=local data.root=DIR with wikitext2/test.txt, or data=hub;"
+    ):
         text.corpus_text(wikitext, OFFLINE)
     with pytest.raises(UserError, match=r"wikitext2/test.txt: cannot be read"):
         text.corpus_text(wikitext, DataConfig("local", str(tmp_path)))
     (tmp_path / "wikitext2").mkdir()
-    (tmp_path / text.WIKITEXT_FILE).write_bytes(RAW_WIKITEXT.encode())
+    (tmp_path / text.LOCAL_FILES["wikitext2"]).write_bytes(RAW_WIKITEXT.encode())
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: {"text": HUB_ROWS})
     local = text.corpus_text(wikitext, DataConfig("local", str(tmp_path)))
     assert local == text.corpus_text(wikitext, DataConfig("hub")) == "\n\n".join(HUB_ROWS)
@@ -81,7 +83,7 @@ def test_the_book_lies_below_the_root(tmp_path):
     with pytest.raises(UserError, match=r"pride_and_prejudice.txt: cannot be read"):
         text.corpus_text(book, DataConfig("local", str(tmp_path)))
     (tmp_path / "books").mkdir()
-    (tmp_path / text.BOOK_FILE).write_bytes(b"It is a truth\n\nuniversally")
+    (tmp_path / text.LOCAL_FILES["book"]).write_bytes(b"It is a truth\n\nuniversally")
     assert text.corpus_text(book, DataConfig("local", str(tmp_path))) == "It is a truth\n\nuniversally"
 
 
