@@ -38,8 +38,7 @@ from harness.run.runner import run as start
 from harness.run.words import source_of_model
 from harness.scoring.progress import bar, quietly, say
 from harness.settings.config import ModelConfig, RunConfig
-from harness.speed.ask import ask_all
-from harness.speed.generate import Generated, run_generate
+from harness.speed.generate import Generated, ask_all, run_generate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

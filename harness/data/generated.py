@@ -1,9 +1,10 @@
-"""Two retrieval tasks made from a seed, so that accuracy can be measured with nothing downloaded.
+"""Tasks made from a seed, so that accuracy can be measured with nothing downloaded. Settings, model
+and Python's version decide their questions.
 
-The cache is reduced before the question is known (`prefill=question`), which separates methods that
-can still reach every token from those that have evicted tokens. Each context carries 8 questions.
-The 4 choices of a question are values that all occur in the context, so that only recall can tell
-them apart, and chance is 0.25.
+Two ask for facts. The cache is reduced before the question is known (`prefill=question`), which
+separates methods that can still reach every token from those that have evicted tokens. Each context
+carries 8 questions. The 4 choices of a question are values that all occur in the context, so that
+only recall can tell them apart, and chance is 0.25.
 
     kv_recall  24 lines "The code of the {item} is {4 digits}."
     passkey    8 sentences "The secret code of the {item} is {5 digits}." at random places among 8
@@ -15,16 +16,38 @@ longer context in which small budgets can be had.
 The sizes were tuned once on the default model and are frozen. Its full cache is right on 0.83
 (standard error 0.04) of 128 questions of kv_recall and 0.87 (0.03) of passkey, with seed 0 and the
 text of Python 3.11; contexts have about 340 and 270 tokens.
+
+`graph_search` needs long working of the model's own: which prize can be reached on a map of one-way
+roads.
+
+    Roads:
+    - violin leads nowhere.
+    - lemon leads to tower, violin.
+    - rabbit leads to prize 4821.
+    - tower leads to rabbit.
+    ...
+    Question: Which prize can be reached from lemon?
+    Working: lemon leads to tower, violin. tower leads to rabbit. rabbit leads to prize 4821.
+    Prize: 4821
+
+The model writes a depth-first search, as two worked examples in the prompt show it: it follows the
+first road that leaves a place, and where there is none it goes back to the next road that it has
+left out. The prize that the model names last counts. Only one of four prizes can be reached, so a
+guess is right in a quarter of the questions. The search needs the roads, which are in the prompt,
+and what the model has written so far. `metadata.places` sets the number of places on the map, and
+so the length of the working.
 """
 
 import random
 import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from harness.data.text import offline_text
 from harness.errors import UserError
 from harness.settings.config import RunConfig
+from harness.settings.task_config import REASONING_TASKS
 
 MARKER = "\nQuestion:"  # where the question of a prompt starts; contexts do not contain it
 QUESTIONS_PER_CONTEXT = 8
@@ -43,41 +66,59 @@ ITEMS = """
 
 class Question(NamedTuple):
     """One multiple-choice question. Questions with one `context_id` have prompts that start with
-    the same context. needle: its sentence that holds the answer."""
+    the same context."""
 
     context_id: int
     prompt: str
     choices: list[str]
     gold: int
-    needle: str
 
+
+Rows = list[dict[str, Any]]
 
 SUBJECTS = {"kv_recall": "code", "passkey": "secret code"}
 """What the text of a task calls its values."""
 
 
-def load(task: str, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def load(task: str, config: RunConfig) -> tuple[dict[str, Any], Rows]:
     """The settings of lm-eval's task, and its rows. UserError for more sentences than the offline
     text has."""
-    settings = {
+    settings: dict[str, Any] = {
         "task": task,
         "test_split": "test",
-        "output_type": "multiple_choice",
         "doc_to_text": "prompt",
-        "doc_to_choice": "choices",
-        "doc_to_target": "gold",
-        "target_delimiter": "",  # choices bring their space
         "num_fewshot": 0,
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
-    count = config.num_samples_of(task)
+    count, known = config.num_samples_of(task), config.task.known
     assert count is not None, "generated tasks have no end of their own"
-    num_sentences = config.task.known.num_sentences
+    if task in REASONING_TASKS:
+        settings |= {
+            "output_type": "generate_until",
+            "doc_to_target": "prize",
+            "process_results": judged,
+            "generation_kwargs": {
+                "until": ["\n\n"],
+                "max_gen_toks": TOKENS_OF_PLACE * known.places,
+                "do_sample": False,
+            },
+        }
+        return settings, searches(count, known.places, config.seed)
+    settings |= {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "target_delimiter": "",  # choices bring their space
+    }
+    num_sentences = known.num_sentences
     if num_sentences is not None and num_sentences > len(offline_sentences()):
         most = f"at most {len(offline_sentences())}, the sentences of the offline text"
         raise UserError(f"metadata.num_sentences={num_sentences}: must be {most}")
     made = questions(task, count, config.seed, num_sentences)
     return settings, [question._asdict() for question in made]
+
+
+# Facts
 
 
 def questions(
@@ -98,8 +139,7 @@ def questions(
             subject = f"{SUBJECTS[task]} of the {item}"
             prompt = f"{text}{MARKER} What is the {subject}?\nAnswer: The {subject} is"
             texts = [f" {code}" for code in choices]
-            needle = f"The {subject} is {right}."
-            made.append(Question(context_id, prompt, texts, choices.index(right), needle))
+            made.append(Question(context_id, prompt, texts, choices.index(right)))
     return made[:num_questions]
 
 
@@ -133,3 +173,91 @@ def offline_sentences() -> list[str]:
             if re.fullmatch(r"[A-Z][A-Za-z ,;'()-]{38,158}\.", sentence):
                 found.append(sentence)
     return found
+
+
+# Searches
+
+NUM_PRIZES = 4
+"""One at the end of the road from the start; the others in places that no road leads to."""
+NUM_EXAMPLES = 2
+EXAMPLE_PLACES = 9
+"""Places on an example's map, at most."""
+TOKENS_OF_PLACE = 16
+"""Tokens that an answer may take for each place on the map: twice what its working needs."""
+ANSWER = re.compile(r"Prize: (\d+)")
+
+
+class Map(NamedTuple):
+    """roads: where the roads of each place lead to: places, or a prize. start: the place that is
+    asked about. prize: the one that can be reached from there."""
+
+    roads: dict[str, list[str]]
+    start: str
+    prize: str
+
+    @property
+    def question(self) -> str:
+        """The map and the question, up to where the working begins."""
+        lines = ["Roads:"]
+        for place in self.roads:
+            lines.append(f"- {_road(self.roads, place)}")
+        asked = f"Which prize can be reached from {self.start}?"
+        return "\n".join(lines) + f"{MARKER} {asked}\nWorking:"
+
+
+def searches(count: int, places: int, seed: int) -> Rows:
+    """The first questions: the same on every machine, and for every `count`."""
+    rows = []
+    for number in range(count):
+        rng = random.Random(f"graph_search/{seed}/{places}/{number}")
+        parts = []
+        for _ in range(NUM_EXAMPLES):
+            shown = made(rng, min(places, EXAMPLE_PLACES))
+            parts.append(shown.question + working(shown))
+        asked = made(rng, places)
+        parts.append(asked.question)
+        rows.append({"prompt": "\n\n".join(parts), "prize": asked.prize})
+    return rows
+
+
+def judged(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """lm-eval's `process_results`: 1 where the prize that an answer names last can be reached."""
+    named = ANSWER.findall(results[0])
+    return {"acc": float(named[-1:] == [doc["prize"]])}
+
+
+def made(rng: random.Random, places: int) -> Map:
+    """A map of so many places: a road from the start to a prize, places beside it from which no
+    road leads on, and the places of the other prizes."""
+    words = rng.sample(ITEMS, places)
+    prizes = [str(code) for code in rng.sample(range(1000, 10000), NUM_PRIZES)]
+    num_others = NUM_PRIZES - 1
+    num_blind = (places - num_others) // 3
+    others, blind = words[:num_others], words[num_others : num_others + num_blind]
+    way = words[num_others + num_blind :]
+    roads: dict[str, list[str]] = {}
+    for place, following in zip(way, [*way[1:], f"prize {prizes[0]}"], strict=True):
+        roads[place] = [following]
+    for before, place in zip(rng.sample(way[:-1], num_blind), blind, strict=True):
+        roads[before].insert(rng.randrange(2), place)
+        roads[place] = []
+    for place, prize in zip(others, prizes[1:], strict=True):
+        roads[place] = [f"prize {prize}"]
+    order = rng.sample(words, places)
+    return Map({place: roads[place] for place in order}, way[0], prizes[0])
+
+
+def working(asked: Map) -> str:
+    """A depth-first search as it is to be written, and the prize."""
+    steps = []
+    waiting = [asked.start]
+    while not waiting[-1].startswith("prize "):
+        here = waiting.pop()
+        steps.append(_road(asked.roads, here))
+        waiting += reversed(asked.roads[here])
+    return f" {' '.join(steps)}\nPrize: {waiting[-1].removeprefix('prize ')}"
+
+
+def _road(roads: Mapping[str, Sequence[str]], place: str) -> str:
+    others = roads[place]
+    return f"{place} leads to {', '.join(others)}." if others else f"{place} leads nowhere."

@@ -75,7 +75,8 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
     examples without rows of their own: lm-eval would show rows that it asks.
     """
     if names_files(own):
-        source = _named_source(task, own)
+        files = own_files(own)
+        source = Source(f"task {task}", _named_rows(own, files), files)
     elif config.data.name == "local":
         files = find_files(str(config.data.root), task, own)
         rows = {split: _read(split, paths, template_fields(own)) for split, paths in files.items()}
@@ -107,11 +108,7 @@ def names_files(config: Mapping[str, Any]) -> bool:
 def own_files(config: Mapping[str, Any]) -> Files:
     """The files of this machine that a task's YAML names, by split, as `datasets` finds them. As in
     lm-eval, relative paths begin in the working folder. Raises UserError for a missing one."""
-    return _files_of(_builder(config))
-
-
-def _files_of(builder: Any) -> Files:
-    by_split = builder.config.data_files.items()
+    by_split = _builder(config).config.data_files.items()
     return {str(split): [Path(path) for path in paths] for split, paths in by_split}
 
 
@@ -129,20 +126,16 @@ def _builder(config: Mapping[str, Any]) -> Any:
         return datasets.load_dataset_builder(*_named(config), **hub_options(config))
 
 
-def _named_source(task: str, config: Mapping[str, Any]) -> Source:
-    """The rows of the files that a task's YAML names. Raises UserError for a missing or damaged
-    one."""
+def _named_rows(config: Mapping[str, Any], files: Files) -> Any:
+    """The rows of the files that a task's YAML names. Raises UserError for a damaged one."""
     import datasets
 
     builder = _builder(config)
-    files = _files_of(builder)
     if builder.name == "json" and builder.config.field is None:
         fields = template_fields(config)
-        rows: Any = {split: read_json(paths, fields) for split, paths in files.items()}
-    else:
-        with _reading(config):
-            rows = datasets.load_dataset(*_named(config), **hub_options(config))
-    return Source(f"task {task}", rows, files)
+        return {split: read_json(paths, fields) for split, paths in files.items()}
+    with _reading(config):
+        return datasets.load_dataset(*_named(config), **hub_options(config))
 
 
 def _read(split: str, paths: Sequence[Path], fields: Sequence[str]) -> Dataset:

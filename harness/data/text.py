@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.data.rows import from_hub
-from harness.errors import UserError
+from harness.errors import UserError, refused
 from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig, RunConfig
 
 WIKITEXT_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
-WIKITEXT_FILE = "wikitext2/test.txt"  # below data.root
-BOOK_FILE = "books/pride_and_prejudice.txt"  # below data.root
+LOCAL_FILES = {"wikitext2": "wikitext2/test.txt", "book": "books/pride_and_prejudice.txt"}
+"""Below `data.root`."""
 CODE_MODULES = (
     "argparse", "calendar", "configparser", "csv", "difflib", "email/message", "fractions", "heapq",
     "http/client", "json/decoder", "mailbox", "pickle", "shutil", "statistics", "tarfile",
@@ -68,14 +68,8 @@ def named_text(name: str) -> str:
 def read_text(path: str | Path, setting: str) -> str:
     """The whole file as UTF-8, line ends untouched. setting: the name in an error, such as
     `corpus.path`. UserError where it is missing, unreadable or not UTF-8."""
-    try:
+    with refused(f"{setting}={path}: cannot be read as UTF-8 text"):
         return Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{setting}={path}: not UTF-8 text, byte {error.start} cannot be decoded"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{setting}={path}: cannot be read ({error.strerror})") from None
 
 
 def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
@@ -85,26 +79,23 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
         return read_text(corpus.path, "corpus.path")
     if corpus.name in WITHOUT_DATA:
         return named_text(corpus.name)
-    if corpus.name == "book":
-        if data.name != "local":
-            raise UserError(
-                f"corpus=book needs data=local data.root=DIR with {BOOK_FILE}; without: "
-                "corpus=code or corpus.path=FILE"
-            )
-        return read_text(Path(str(data.root)) / BOOK_FILE, "corpus=book, file")
+    file = LOCAL_FILES[corpus.name]
     if data.name == "local":
-        raw = read_text(Path(str(data.root)) / WIKITEXT_FILE, f"corpus={corpus.name}, file")
+        raw = read_text(Path(str(data.root)) / file, f"corpus={corpus.name}, file")
+        if corpus.name == "book":
+            return raw
         # As the hub's loading script: a row is a line with its line end, and a line of white space
         # is an empty row.
         return "\n\n".join(line if line.strip() else "" for line in io.StringIO(raw))
-    if data.name == "hub":
+    if data.name == "hub" and corpus.name == "wikitext2":
         import datasets
 
         rows = from_hub(WIKITEXT_HUB[0], lambda: datasets.load_dataset(*WIKITEXT_HUB, split="test"))
         return "\n\n".join(rows["text"])
+    or_hub = ", or data=hub" if corpus.name == "wikitext2" else ""
     raise UserError(
-        f"corpus={corpus.name} needs data=local data.root=DIR or data=hub; without: corpus=offline "
-        "or corpus.path=FILE"
+        f"corpus={corpus.name} needs data=local data.root=DIR with {file}{or_hub}; without: "
+        "corpus=code or corpus.path=FILE"
     )
 
 

@@ -31,7 +31,7 @@ from harness.settings.paths import PACKAGES_DIR
 from harness.settings.task_config import AIME_TASKS, OFFLINE_TASKS, REASONING_TASKS, RULER_TASKS
 
 if TYPE_CHECKING:
-    from harness.data.task_plan import Leaf
+    from harness.data.tasks import Leaf
 
 CODE = "code:"
 """Prefix of the inputs that are code."""
@@ -105,7 +105,7 @@ def tasks(config: RunConfig) -> dict[str, str]:
     folder = config.task.include_path
     if len(found) == len(config.tasks) and folder is None:
         return found  # spares loading lm-eval
-    from harness.data.task_plan import digest_of, plan
+    from harness.data.tasks import digest_of, plan
 
     planned = plan(config)
     for name, leaf in planned.tasks.items():

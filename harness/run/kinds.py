@@ -105,7 +105,7 @@ def check(config: RunConfig) -> None:
     known = OFFLINE_TASKS if is_offline else TASKS
     if set(config.tasks).issubset(known):
         return  # spares loading lm-eval
-    from harness.data.task_plan import check_names, plan
+    from harness.data.tasks import check_names, plan
 
     check_names(config.tasks, config.task.include_path)
     if is_offline:

@@ -1,5 +1,5 @@
-"""Scores of continuations through replay, and the prompts that answers share. Each piece of work is
-done once.
+"""Answers through replay: scores of continuations, and texts that are written side by side. Each
+piece of work is done once.
 
 prompt   ids[:prefill_len]         dense, once per distinct prompt
   branch   equal rows that follow    decoded once per question, counted as often as requests share
@@ -8,25 +8,31 @@ prompt   ids[:prefill_len]         dense, once per distinct prompt
 
 Prompts of similar length are padded left into a batch and run once. Sessions of branches are forked
 from it, and their rows are padded right. Every request counts as a sequence of its own in the
-reads.
+reads. A model that takes no padding runs one sequence at a time.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
+from harness.errors import UserError
 from harness.files import available_bytes
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats
+from harness.model.generation import GenerationRule
 from harness.model.prompts import kept_bytes, prompt_bytes
+from harness.model.sampling import Draft, write
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.settings.task_config import GREEDY, Sampling
@@ -162,14 +168,11 @@ class PromptBatch:
         self.requests = requests
         self.most_tokens = most_tokens
         self.device = attached.device
-        self.is_even = attached.decoder.no_padding is not None
         self.branches: list[tuple[int, Branch]] = []
         requests_of_prompt = []
         for parent, prompt in enumerate(prompts):
             self.branches += [(parent, branch) for branch in prompt.branches]
             requests_of_prompt.append(sum(len(branch.requests) for branch in prompt.branches))
-        if self.is_even:  # the model takes no padding
-            self.branches.sort(key=_num_shared)
         ids, valid = pad([prompt.ids for prompt in prompts], self.device, left=True)
         self.num_columns = ids.shape[1]
         final_lengths = self.tensor([prompt.final_length for prompt in prompts])
@@ -186,8 +189,7 @@ class PromptBatch:
             own = sum(len(request.rows) > len(item[1].shared) for request in members)
             return max(1, own), self.num_columns + max(request.num_rows for request in members)
 
-        length = _num_shared if self.is_even else None
-        return batches(self.branches, size, self.most_tokens, length)
+        return batches(self.branches, size, self.most_tokens)
 
     def decode_shared(
         self, branches: Sequence[tuple[int, Branch]], more_columns: int = 0
@@ -212,28 +214,15 @@ class PromptBatch:
         return torch.tensor(values, device=self.device)
 
 
-def _num_shared(item: tuple[int, Branch]) -> int:
-    return len(item[1].shared)
-
-
-def prompt_batches(
-    requests: Sequence[Request],
-    attached: Attached,
-    size: Callable[[SharedPrompt], tuple[int, int]],
-    most: int,
-) -> Iterator[list[SharedPrompt]]:
-    """The prompts of `requests` in `batches`, of one length each where the model takes no
-    padding."""
-    length = None if attached.decoder.no_padding is None else (lambda prompt: len(prompt.ids))
-    return batches(share(requests), size, most, length)
-
-
 def tokens_at_once(attached: Attached) -> int:
     """Sequences times columns that are decoded at once: `CACHE_TOKENS`, or its half, quarter, ...
-    that fits into the free memory of the device, so that a few MiB more or less change nothing.
+    that fits into the free memory of the device, so that a few MiB more or less change nothing; 1,
+    which is one sequence, of a model that takes no padding.
 
     Counted are `COPIES` of the rows of all layers and a layer's dense pass.
     """
+    if attached.decoder.no_padding is not None:
+        return 1
     token_bytes = COPIES * kept_bytes(attached, 1) + prompt_bytes(attached, 1)
     free = available_bytes(attached.device)
     most = CACHE_TOKENS
@@ -243,19 +232,15 @@ def tokens_at_once(attached: Attached) -> int:
 
 
 def batches(
-    items: Iterable[Item],
-    size: Callable[[Item], tuple[int, int]],
-    most: int,
-    length: Callable[[Item], int] | None = None,
+    items: Iterable[Item], size: Callable[[Item], tuple[int, int]], most: int
 ) -> Iterator[list[Item]]:
     """Consecutive items whose sequences times columns stay within `most`, at least one; size:
-    (sequences, columns). length: is equal in a batch; None: may differ."""
+    (sequences, columns)."""
     batch: list[Item] = []
     count = width = 0
     for item in items:
         sequences, columns = size(item)
-        is_full = (count + sequences) * max(width, columns) > most
-        if batch and (is_full or (length is not None and length(item) != length(batch[0]))):
+        if batch and (count + sequences) * max(width, columns) > most:
             yield batch
             batch, count, width = [], 0, 0
         batch.append(item)
@@ -295,97 +280,196 @@ def score(
     def size(prompt: SharedPrompt) -> tuple[int, int]:
         return 1, len(prompt.ids)
 
-    for group in prompt_batches(requests, attached, size, PROMPT_TOKENS):
+    for group in batches(share(requests), size, min(PROMPT_TOKENS, most_tokens)):
         batch = PromptBatch(group, requests, attached, setup, most_tokens)
         reads += batch.root.reads
         for branches in batch.slices():
-            decoded = _decode_choices(batch, branches)
-            if decoded.reads.rows:  # a request may have no decode row
-                decoded.reads.check_fired()
-            reads += decoded.reads
-            scores |= _read_off(decoded, requests, attached)
-            on_scored(len(decoded.addresses))
+            states, of_choices = _decode_choices(batch, branches)
+            if of_choices.rows:  # a request may have no decode row
+                of_choices.check_fired()
+            reads += of_choices
+            scores |= _read_off(states, requests, attached)
+            on_scored(len(states))
     return [scores[index] for index in range(len(requests))], reads
 
 
-class _Decoded(NamedTuple):
-    """Rows of requests. hidden: final states [rows, hidden_size]. addresses: the rows of each
-    request, by index, from the last one of its prompt on."""
-
-    hidden: Tensor
-    addresses: dict[int, list[int]]
-    reads: ReadStats
-
-
-def _decode_choices(batch: PromptBatch, branches: Sequence[tuple[int, Branch]]) -> _Decoded:
-    """Decode the shared rows of `branches`, then each request's own."""
+def _decode_choices(
+    batch: PromptBatch, branches: Sequence[tuple[int, Branch]]
+) -> tuple[dict[int, Tensor], ReadStats]:
+    """Decode the shared rows of `branches`, then each request's own. Returns final states
+    [rows, hidden_size] of each request, by index, from the last row of its prompt on."""
     trunk, hidden = batch.decode_shared(branches)
     reads = trunk.reads
-    blocks: list[Tensor] = []
-    addresses: dict[int, list[int]] = defaultdict(list)
-
-    def add(
-        hidden: Tensor,
-        owners: Iterable[tuple[Sequence[int], int]],
-        num_dense: int = 0,
-    ) -> None:
-        """owners: for each sequence its requests and number of decode rows. hidden: of `num_dense`
-        rows of the prompt and of these rows."""
-        start = sum(map(len, blocks))
-        blocks.append(hidden.flatten(0, 1))
-        for members, count in owners:
-            for index in members:
-                addresses[index] += range(start, start + num_dense + count)
-            start += hidden.shape[1]
-
-    of_branches = [(branch.requests, len(branch.shared)) for _, branch in branches]
-    add(hidden, of_branches, num_dense=1)
+    states: dict[int, Tensor] = {}
     # (branch, request, own rows), in groups in which none has twice the rows of another: little
-    # padding, few forwards.
-    groups: dict[int, list[tuple[int, int, Sequence[int]]]] = defaultdict(list)
+    # padding, few forwards. Of a model that takes no padding all of a group have as many.
+    groups: dict[int, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
     for at, (_, branch) in enumerate(branches):
+        num_shared = len(branch.shared)
         for index in branch.requests:
-            own = batch.requests[index].rows[len(branch.shared) :]
+            states[index] = hidden[at, : 1 + num_shared]
+            own = batch.requests[index].rows[num_shared:]
             if own:
-                groups[len(own).bit_length()].append((at, index, own))
+                length = len(own) if batch.most_tokens == 1 else len(own).bit_length()
+                groups[length].append((at, index, own))
     for group in groups.values():
         ids, valid = pad([own for _, _, own in group], batch.device)
         parents = batch.tensor([at for at, _, _ in group])
         tips = trunk.fork(parents, trunk.history.length + ids.shape[1])
-        add(tips.decode(ids, valid), [([index], len(own)) for _, index, own in group])
+        decoded = tips.decode(ids, valid)
+        for (_, index, own), rows in zip(group, decoded, strict=True):
+            states[index] = torch.cat([states[index], rows[: len(own)]])
         reads += tips.reads
-    return _Decoded(torch.cat(blocks), addresses, reads)
+    return states, reads
 
 
 def _read_off(
-    decoded: _Decoded, requests: Sequence[Request], attached: Attached
+    states: dict[int, Tensor], requests: Sequence[Request], attached: Attached
 ) -> dict[int, Score]:
-    """Scores of the requests whose rows were decoded. A row shared by several passes the head
-    once."""
-    hidden, rows = decoded.hidden, decoded.addresses
-    targets = {index: requests[index].ids[requests[index].context_len :] for index in rows}
+    """Scores of the requests whose rows were decoded."""
+    targets = {index: requests[index].ids[requests[index].context_len :] for index in states}
     # The continuation's first token is predicted by the row of the context's last: one row before
     # its own.
-    all_tokens: list[int] = []
-    all_rows: list[int] = []
-    for index, tokens in targets.items():
-        all_tokens += tokens
-        all_rows += rows[index][-len(tokens) :]
-    device = attached.device
-    wanted = torch.tensor(all_tokens, device=device)
-    unique, where = torch.unique(torch.tensor(all_rows, device=device), return_inverse=True)
-    hidden = hidden[unique]
-    log_probs = torch.empty(len(wanted), device=device)
-    greedy = torch.empty(len(wanted), dtype=torch.bool, device=device)
-    for start in range(0, len(unique), HEAD_ROWS):
-        logits = attached.logits(hidden[start : start + HEAD_ROWS])  # [rows, vocab]
-        here = ((where >= start) & (where < start + HEAD_ROWS)).nonzero().squeeze(-1)
-        row, token = where[here] - start, wanted[here]
-        log_probs[here] = logits[row, token] - logits.logsumexp(-1)[row]
-        greedy[here] = logits.argmax(-1)[row] == token
+    rows = torch.cat([states[index][-len(tokens) :] for index, tokens in targets.items()])
+    wanted = torch.tensor([*chain.from_iterable(targets.values())], device=attached.device)
+    log_probs, greedy = [], []
+    for hidden, tokens in zip(rows.split(HEAD_ROWS), wanted.split(HEAD_ROWS), strict=True):
+        logits = attached.logits(hidden)  # [rows, vocab]
+        own_logits = logits.gather(-1, tokens[:, None]).squeeze(-1)
+        log_probs.append(own_logits - logits.logsumexp(-1))
+        greedy.append(logits.argmax(-1) == tokens)
     lengths = [len(tokens) for tokens in targets.values()]
-    sums, all_greedy = log_probs.double().split(lengths), greedy.split(lengths)
+    sums, all_greedy = (
+        torch.cat(log_probs).double().split(lengths),
+        torch.cat(greedy).split(lengths),
+    )
     scores = {}
     for index, total, same in zip(targets, sums, all_greedy, strict=True):
         scores[index] = Score(float(total.sum()), bool(same.all()))
     return scores
+
+
+# Texts
+
+
+class Written(NamedTuple):
+    """A generated answer. tokens: the one that ended it included. at_limit: `max_new_tokens` ended
+    it."""
+
+    tokens: list[int]
+    at_limit: bool
+
+
+def generate(
+    requests: Sequence[Request],
+    attached: Attached,
+    setup: Setup,
+    on_answered: Callable[[int], object],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[Written], ReadStats]:
+    """The answers, in the order of `requests`, and their reads.
+
+    The rest of the context after the prompt is decoded teacher-forced, then each step decodes one
+    row of every sequence. The model's generation config holds as in lm-eval's `HFLM`
+    (`GenerationRule`). tokenizer: spells tokens, to find the texts that end an answer. on_answered:
+    takes the number of requests answered since its last call. Raises UserError where the method did
+    not run on every decode row, or there was none; the full cache needs none.
+    """
+    written: dict[int, Written] = {}
+    reads = ReadStats()
+
+    def size(prompt: SharedPrompt) -> tuple[int, int]:
+        rows = max(requests[branch.requests[0]].num_rows for branch in prompt.branches)
+        return len(prompt.branches), len(prompt.ids) + rows
+
+    most_tokens = tokens_at_once(attached)
+    for group in batches(share(requests), size, most_tokens):
+        batch = PromptBatch(group, requests, attached, setup, most_tokens)
+        reads += batch.root.reads
+        for branches in batch.slices():
+            answers = []
+            for _, branch in branches:
+                request = requests[branch.requests[0]]
+                answers.append(_Answer(branch, request, attached, tokenizer))
+            most_left = max(answer.left for answer in answers)
+            session, hidden = batch.decode_shared(branches, most_left - 1)
+            last = batch.tensor([len(branch.shared) for _, branch in branches])
+            writing = _Writing(session, attached)
+            first_logits = attached.logits(hidden[range(len(last)), last])
+            num_told = 0
+            for _ in write(answers, first_logits, writing.feed):
+                num_ended = sum(len(answer.requests) for answer in answers if answer.ended)
+                on_answered(num_ended - num_told)
+                num_told = num_ended
+            reads += writing.reads + writing.session.reads
+            for answer in answers:
+                result = Written(answer.tokens, not answer.ended_itself)
+                written |= dict.fromkeys(answer.requests, result)
+    if reads.rows:
+        reads.check_fired()
+    elif not batch.root.reads_everything:
+        raise UserError(
+            "every answer ended with its first token, which the dense prompt gives, so the method "
+            "decoded nothing: use prefill=question, or leave the task out"
+        )
+    return [written[index] for index in range(len(requests))], reads
+
+
+class _Answer(Draft):
+    """An answer under way, and the requests that ask for it.
+
+    Besides the ends of its rule, the text of a stop ends it: lm-eval's criteria find it in the
+    spelling of the last tokens.
+    """
+
+    def __init__(
+        self,
+        branch: Branch,
+        request: Request,
+        attached: Attached,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        stops = stop_sequences_criteria(
+            tokenizer, list(request.stops), len(request.ids), batch_size=1
+        )
+        rule = GenerationRule(
+            attached.model,
+            request.ids,
+            tokenizer=tokenizer,
+            criteria=stops,
+            max_new_tokens=request.max_new_tokens,
+            **json.loads(request.settings),
+            **request.sampling.settings,
+        )
+        super().__init__(request.ids, rule, request.key)
+        self.requests = branch.requests
+
+
+class _Writing:
+    """A batch of answers under way in replay.
+
+    A sequence that has ended is padding. Once half of a batch has ended, the others are forked into
+    a batch of their own. reads: of the sessions so far.
+    """
+
+    def __init__(self, session: ReplaySession, attached: Attached) -> None:
+        self.session = session
+        self.attached = attached
+        self.reads = ReadStats()
+
+    def feed(self, answers: Sequence[_Answer]) -> tuple[Sequence[_Answer], Tensor]:
+        """Run the last token of each answer."""
+        device = self.attached.device
+        going = [at for at, answer in enumerate(answers) if not answer.ended]
+        if 2 * len(going) <= len(answers):
+            self.reads += self.session.reads
+            answers = [answers[at] for at in going]
+            most = max(answer.left for answer in answers)
+            columns = self.session.history.length + most
+            self.session = self.session.fork(torch.tensor(going, device=device), columns)
+        ids = torch.tensor([[answer.tokens[-1]] for answer in answers], device=device)
+        valid = torch.tensor([[not answer.ended] for answer in answers], device=device)
+        counts = torch.tensor([len(answer.requests) for answer in answers], device=device)
+        hidden = self.session.decode(ids, valid, counts)[:, -1]
+        return answers, self.attached.logits(hidden)

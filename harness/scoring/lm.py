@@ -22,11 +22,10 @@ from harness.model.budgets import ReadStats
 from harness.model.generation import Settings
 from harness.model.load import LoadedModel
 from harness.replay.setup import prepare
-from harness.scoring.answers import Document, Request, Score, score
+from harness.scoring.answers import Document, Request, Score, Written, generate, score
 from harness.scoring.model_texts import ModelTexts
 from harness.scoring.planning import Encoded, Planner, Prefill
 from harness.scoring.progress import bar, say
-from harness.scoring.writing import Written, generate
 from harness.settings.config import RunConfig
 from harness.settings.task_config import GREEDY, Sampling
 from methods.base import TokenCounts

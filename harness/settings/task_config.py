@@ -39,7 +39,7 @@ RULER_TASKS = (
     "ruler_qa_squad",
     "ruler_qa_hotpot",
 )
-"""RULER's thirteen tasks. Seven need the packages of `harness.data.ruler_package`."""
+"""RULER's thirteen tasks. Seven need the packages of `harness.data.ruler`."""
 PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
 REASONING_TASKS = ("graph_search",)
 """Tasks made from a seed whose answers need long working."""

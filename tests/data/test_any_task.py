@@ -13,17 +13,15 @@ import pytest
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
-from harness.data import task_plan
-from harness.data.task_plan import plan
-from harness.data.tasks import load_suite
+from harness.data import tasks
+from harness.data.tasks import load_suite, plan
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.results import inputs
 from harness.results.samples import clustered_stderr
 from harness.run.compose import load
 from harness.run.runner import Run
-from harness.scoring.evaluation import run_tasks
-from harness.scoring.metrics import Repeat, joined
+from harness.scoring.evaluation import Repeat, joined, run_tasks
 from harness.settings.config import DataConfig, RunConfig
 from harness.settings.task_config import SamplingConfig
 from methods.h2o import H2O
@@ -416,7 +414,7 @@ def test_what_decides_a_tasks_numbers_is_in_its_digest(folder, root, tmp_path, m
     assert {name for name, digest in digests().items() if digest != first[name]} == {"toy_shapes"}
     (folder / "notes.py").write_text("# beside the YAML\n")
     assert digests()["include_path"] != first["include_path"]
-    packaged = task_plan.packaged()
-    monkeypatch.setattr(task_plan, "packaged", lambda: packaged)
-    monkeypatch.setattr(task_plan, "version", lambda: "0.0.0")
+    packaged = tasks.packaged()
+    monkeypatch.setattr(tasks, "packaged", lambda: packaged)
+    monkeypatch.setattr(tasks, "version", lambda: "0.0.0")
     assert digests()["toy_colours"] != first["toy_colours"], "lm-eval's version"

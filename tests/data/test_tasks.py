@@ -15,8 +15,7 @@ import yaml
 
 from harness.data import generated
 from harness.data.generated import MARKER, questions
-from harness.data.task_plan import location, own_tasks
-from harness.data.tasks import load_suite
+from harness.data.tasks import load_suite, location, own_tasks
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.results.samples import clustered_stderr
@@ -81,8 +80,7 @@ def test_a_generated_question(task, monkeypatch):
         assert len(set(question.choices)) == 4
         assert all(f" is{choice}." in context for choice in question.choices), "every choice occurs in the context"
         subject = asked.removeprefix(" What is the ").split("?")[0]
-        assert question.needle == f"The {subject} is{question.choices[question.gold]}."
-        assert context.count(question.needle) == 1
+        assert context.count(f"The {subject} is{question.choices[question.gold]}.") == 1
         assert context == made[8 * question.context_id].prompt.split(MARKER)[0], "8 questions share a context"
     assert {question.gold for question in made} == {0, 1, 2, 3}
 

@@ -25,7 +25,6 @@ from harness.run.advise import modelled as modelled_run
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.settings.rules import check
-from harness.speed import capacity as emulated
 from harness.speed import latency, memories
 from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import SplitCodec
@@ -245,7 +244,7 @@ def test_where_memory_does_not_suffice_the_largest_batch_that_runs_is_found(room
         tried.append(batch)
         return None if batch <= room else "host memory" if batch == 11 else "device memory"
 
-    found = emulated.largest_that_runs(capacity_of(), True, attempt)
+    found = latency.largest_that_runs(capacity_of(), True, attempt)
     assert (tried, found.ran_out_at, found.largest) == (attempts, ran_out_at, room)
     assert found.wall_of(room + 1) == ("host memory" if ran_out_at == 11 else "device memory")
     assert found.equal_batch == 11, "of the full cache by arithmetic"
@@ -274,7 +273,7 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
 
     real = latency.time_run
     monkeypatch.setattr(latency, "time_run", time_run)
-    monkeypatch.setattr(emulated, "available_bytes", lambda home: int(0.4 * GIB))
+    monkeypatch.setattr(latency, "available_bytes", lambda home: int(0.4 * GIB))
     monkeypatch.setattr(memories, "smaller_card", lambda device, asked: nullcontext(cards.append(asked)))
     monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda device: 1e10)
     cards: list[float | None] = []
@@ -293,7 +292,7 @@ def test_a_gpu_is_measured_as_far_as_its_memory_goes(monkeypatch, tmp_path, gib,
     bounded = load([*words, f"results_dir={tmp_path}", "capacity.host_gib=0.00001"])
     (row,) = latency.run_latency(bounded, loaded).metrics["points"]
     assert (row["largest_batch"], row["wall"]) == (0, "host memory")
-    monkeypatch.setattr(emulated, "available_memory", lambda: 2 * row["host_kv_bytes"])
+    monkeypatch.setattr(latency, "available_memory", lambda: 2 * row["host_kv_bytes"])
     rows = latency.run_latency(load([*words, f"results_dir={tmp_path}"]), loaded).metrics["points"]
     assert (rows[-1]["largest_batch"], rows[-1]["wall"]) == (2, "host memory")
 

@@ -40,7 +40,7 @@ def test_an_installation_finds_its_files_and_ones_own_tables_take_over_the_shipp
 import sys
 import plots.style
 from harness.settings import paths
-from harness.data.task_plan import own_tasks
+from harness.data.tasks import own_tasks
 from harness.results.columns import read_frame
 from harness.results.environment import describe
 from harness.results.write import update

@@ -114,7 +114,7 @@ def test_every_sweep_composes_and_repeats_nothing(name, monkeypatch):
     """With the hub's data, so that no entry is left out. A sweep of sweeps is tested by its parts, and one of all
     methods at the smallest budget, which asks most of them."""
     monkeypatch.setattr("harness.data.rows.revision", lambda *_, **__: "1")
-    monkeypatch.setattr("harness.data.ruler_package.packages", lambda task: [])  # ruler13's are optional
+    monkeypatch.setattr("harness.data.ruler.packages", lambda task: [])  # ruler13's are optional
     part = PART.get(name, [])
     name = name.partition(" ")[0]
     root = ["sweep.data_root=hub"] if "data_root" in SWEEPS[name] else []

@@ -19,11 +19,9 @@ from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.results.record import settings_id
 from harness.run.compose import load
-from harness.scoring.answers import Request, Score, score
+from harness.scoring.answers import Request, Score, Written, generate, score
 from harness.scoring.lm import ReplayLM, decode_rows
-from harness.scoring.planning import Prefill
-from harness.scoring.question import QuestionFinder
-from harness.scoring.writing import Written, generate
+from harness.scoring.planning import Prefill, QuestionFinder
 from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
 from methods.full import Full
 from tests.cases import CASES

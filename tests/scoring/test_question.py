@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import UserError
 from harness.scoring.evaluation import KNOWN, UNKNOWN, run_tasks, run_turns
-from harness.scoring.question import QuestionFinder
+from harness.scoring.planning import QuestionFinder
 from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
 from tests.tokens import byte_tokenizer
 

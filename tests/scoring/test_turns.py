@@ -10,10 +10,9 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.results.samples import clustered_stderr
 from harness.run.compose import load
-from harness.scoring.answers import Request
+from harness.scoring.answers import Request, generate
 from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, run_turns
 from harness.scoring.lm import ReplayLM, decode_rows
-from harness.scoring.writing import generate
 from harness.settings.task_config import SamplingConfig
 from methods.full import Full
 from methods.h2o import H2O
