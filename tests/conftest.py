@@ -148,7 +148,7 @@ def one_model_of_the_contract(monkeypatch) -> None:
     long, and shipped methods are held to it on all."""
     from harness.checks import contract
 
-    name = "Gemma 2"
+    name = "gemma2"
     monkeypatch.setattr(contract, "MODELS", {name: contract.MODELS[name]})
 
 

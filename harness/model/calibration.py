@@ -19,10 +19,9 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.files import replacing, text_sha256
 from harness.model.attached import Attached
-from harness.model.dense_prompts import LayerPrompt
-from harness.model.passes import one_thread
+from harness.model.gguf_copy import writing_cache
+from harness.model.passes import LayerPrompt, one_thread
 from harness.model.prompts import PromptPass
-from harness.model.source import writing_cache
 from methods.base import Calibration, Method
 
 FORMAT = 4

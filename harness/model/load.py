@@ -10,14 +10,16 @@ there. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, refused
+from harness.files import text_sha256
 from harness.model import source
-from harness.model.random_ids import RandomIds
+from harness.model.gguf_copy import copies_dir
 from harness.model.shape import NESTED, SIZES, as_config, require_room, size
 from harness.settings.config import ModelConfig
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from harness.model.dense_prompts import DensePrompts
+    from harness.model.passes import DensePrompts
 
 TEXT_WEIGHTS = {
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
@@ -34,6 +36,36 @@ TEXT_WEIGHTS = {
 """Names of the text decoder's weights in a multimodal checkpoint, and the decoder's own names."""
 UNLIMITED = 2**31 - 1
 """The longest sequence of a model that names no limit, as with ALiBi or recurrent layers."""
+
+
+class RandomIds:
+    """Stands in for the tokenizer of a model with random weights, to which every text is as good as
+    another: a text has one random id for each of its words.
+
+    The ids are uniform over the vocabulary and follow from the text alone, so they are the same in
+    every run and on every machine. A text in which special tokens are asked for begins with
+    `start`, if that is not None.
+    """
+
+    eos_token_id = None
+    """No text ends before its limit."""
+
+    def __init__(self, vocab_size: int, start: int | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.start = start
+
+    def __call__(
+        self, text: str, add_special_tokens: bool = True, verbose: bool = True
+    ) -> dict[str, list[int]]:
+        """Ids of the whole text, as of a transformers tokenizer; verbose plays no part."""
+        generator = random.Random(text_sha256(text))
+        ids = generator.choices(range(self.vocab_size), k=len(text.split()))
+        has_start = add_special_tokens and self.start is not None
+        return {"input_ids": [self.start, *ids] if has_start else ids}  # type: ignore[list-item]
+
+    def decode(self, ids: Iterable[int] | Sequence[int]) -> str:
+        """The ids as decimal numbers: they stand for no words."""
+        return " ".join(str(int(number)) for number in ids)
 
 
 @dataclass
@@ -45,7 +77,7 @@ class LoadedModel:
         has one. tokenizer: None where the source has none.
         name: its name in tables and records.
         max_length: the longest sequence it takes, in tokens.
-        as_loaded: the digest of the model as its source holds it (`harness.model.digest`), where it
+        as_loaded: the digest of the model as its source holds it (`harness.model.attach`), where it
             is known; None for a model from memory.
         prompts: passes over prompts that runs share; None: each runs its own.
         random_ids: of random weights, what makes token ids of texts.
@@ -76,7 +108,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
     device, dtype = _placement(config)
     if config.weights == "random":
-        return _of_random_weights(config, device, dtype)
+        return _random(config, device, dtype)
     directory = source.folder(config)
     logging.disable_progress_bar()
     try:
@@ -86,18 +118,6 @@ def load_model(config: ModelConfig) -> LoadedModel:
     tokenizer = _tokenizer(directory, config, _num_embeddings(model))
     model = model.eval().requires_grad_(False)
     return LoadedModel(model, tokenizer, config.name, max_length_of(model.config))
-
-
-def _of_random_weights(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> LoadedModel:
-    """A model that has the shape of `config`, and reads random token ids."""
-    described = model_config(config)
-    start = described.bos_token_id
-    has_start = isinstance(start, int) and 0 <= start < described.vocab_size
-    random_ids = RandomIds(described.vocab_size, start if has_start else None)
-    model = _random(config, described, device, dtype).eval().requires_grad_(False)
-    return LoadedModel(model, None, config.name, max_length_of(described), random_ids=random_ids)
 
 
 def from_memory(
@@ -133,18 +153,15 @@ def model_config(config: ModelConfig) -> PreTrainedConfig:
         UserError: there is no such source, or it describes no causal language model of
         transformers.
     """
-    return as_config(config.name, _mapping(config))
+    if config.shape and not config.path:
+        return as_config(config.name, config.shape)
+    directory = source.folder(config, weights=False)
+    return as_config(config.name, source.read_config(directory))
 
 
 def shape_mapping(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a model's text decoder, as a mapping; UserError where there is none."""
     return model_config(config).to_dict()
-
-
-def _mapping(config: ModelConfig) -> dict[str, Any]:
-    if config.shape and not config.path:
-        return dict(config.shape)
-    return source.read_config(source.folder(config, weights=False))
 
 
 # Devices
@@ -176,18 +193,23 @@ def require_kernels() -> None:
 # Weights
 
 
-def _random(
-    config: ModelConfig, described: PreTrainedConfig, device: torch.device, dtype: torch.dtype
-) -> PreTrainedModel:
+def _random(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """A model that has the shape of `config`, and reads random token ids."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    described = model_config(config)
     require_room(f"model {config.name}", described, dtype, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             described, dtype=dtype, attn_implementation=_attention(described)
         )
+    start = described.bos_token_id
+    has_start = isinstance(start, int) and 0 <= start < described.vocab_size
+    random_ids = RandomIds(described.vocab_size, start if has_start else None)
+    model = model.eval().requires_grad_(False)
+    return LoadedModel(model, None, config.name, max_length_of(described), random_ids=random_ids)
 
 
 def _attention(described: PreTrainedConfig) -> str:
@@ -282,7 +304,7 @@ def _tokenizer(
     if not source.has_tokenizer(directory):
         return None  # asked anyway, transformers would make up an empty one
     # A family's own class would split texts its own way, whatever the file says.
-    is_copy = directory.parent == source.copies_dir()
+    is_copy = directory.parent == copies_dir()
     reader = PreTrainedTokenizerFast if is_copy else AutoTokenizer
     what = f"model {config.name}: the tokenizer in {directory}"
     with refused(f"{what} cannot be loaded"):

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from harness.model.attached import Attached
 from harness.model.attention import prompt_attention
-from harness.model.dense_prompts import Keep, LayerPrompt, PrefilledPrompt, alone, in_file
 from harness.model.model_cache import ModelCache
-from harness.model.passes import Handler
+from harness.model.passes import Handler, Keep, LayerPrompt, PrefilledPrompt, alone, in_file
 from methods.base import Geometry, LayerInputs
 
 PASS_TOKENS = 2048
@@ -87,8 +86,6 @@ def held_prompt(
     ids: Tensor,
     real: Tensor,
     model_cache: ModelCache,
-    *,
-    needs_inputs: bool = False,
     put: Callable[[Sequence[Tensor]], list[Tensor]] = alone,
 ) -> tuple[PrefilledPrompt, Tensor]:
     """A prompt that has run, and the hidden states of its columns [batch, prompt, hidden_size].
@@ -96,42 +93,36 @@ def held_prompt(
     layers: list[LayerPrompt] = []
 
     def keep(_: int, prompt: LayerPrompt) -> None:
-        layers.append(prompt.with_tensors(put(prompt.tensors())))
+        query, key, value = put([prompt.query, prompt.key, prompt.value])
+        layers.append(LayerPrompt(query, key, value))
 
-    hidden = dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
+    hidden = dense_pass(attached, ids, real, model_cache, keep)
     return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
 
 
 def shared_prompt(
-    attached: Attached, ids: Tensor, real: Tensor, *, needs_inputs: bool
+    attached: Attached, ids: Tensor, real: Tensor
 ) -> tuple[PrefilledPrompt, Tensor] | None:
     """As `held_prompt`, once for all runs that share it. None where runs share no prompts, or there
-    is no room for this one. Passes with the layers' inputs are kept beside those without."""
+    is no room for this one."""
     if attached.prompts is None:
         return None
 
     def run() -> tuple[PrefilledPrompt, Tensor]:
-        cache = attached.new_cache()
-        prompt, hidden = held_prompt(
-            attached, ids, real, cache, needs_inputs=needs_inputs, put=in_file
-        )
+        prompt, hidden = held_prompt(attached, ids, real, attached.new_cache(), in_file)
         (hidden,) = in_file([hidden])
         return replace(prompt, hidden=hidden[:, -1]), hidden
 
     tokens, are_real = ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
-    key = tuple(ids.shape), tokens, are_real, needs_inputs
-    num_bytes = kept_bytes(attached, ids.numel(), with_inputs=needs_inputs)
-    return attached.prompts.get(key, num_bytes, run)
+    key = tuple(ids.shape), tokens, are_real
+    return attached.prompts.get(key, kept_bytes(attached, ids.numel()), run)
 
 
-def kept_bytes(attached: Attached, num_tokens: int, *, with_inputs: bool = False) -> int:
-    """Bytes of all layers' queries, keys and values of so many tokens. with_inputs: of the inputs
-    of their modules, too."""
+def kept_bytes(attached: Attached, num_tokens: int) -> int:
+    """Bytes of all layers' queries, keys and values of so many tokens."""
     elements = 0
     for layer in attached.layers:
         elements += layer.num_heads * layer.head_dim + layer.num_kv_heads * layer.elements
-        if with_inputs:
-            elements += layer.call.hidden.shape[-1]
     return num_tokens * elements * attached.dtype.itemsize
 
 

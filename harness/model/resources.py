@@ -6,8 +6,6 @@ Made once a process and handed to each run. A run's numbers do not depend on wha
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from shutil import disk_usage
-from tempfile import gettempdir
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from harness.settings.config import ModelConfig
@@ -40,8 +38,7 @@ class Resources:
     loaded: a model in memory, which then is the model of every run. references: dense passes of
     windows, and texts decoded under the full cache, with which every method of a sweep is compared.
     prompts: the dense pass of the last timed shape. shares_prompts: several runs follow, as in a
-    sweep, so that the passes over prompts are kept, in up to half of the free room for
-    temporary files; `end_sharing` drops them.
+    sweep, so that the passes over prompts are kept; `end_sharing` drops them.
     """
 
     def __init__(self, loaded: LoadedModel | None = None) -> None:
@@ -55,9 +52,9 @@ class Resources:
         """The model of `config`; runs with equal settings that follow one another share it."""
         loaded = self.loaded or self._loaded_by(config)
         if self.shares_prompts and config.device == "cpu" and loaded.prompts is None:
-            from harness.model.dense_prompts import DensePrompts
+            from harness.model.passes import DensePrompts
 
-            loaded.prompts = DensePrompts(disk_usage(gettempdir()).free // 2)
+            loaded.prompts = DensePrompts()
         return loaded
 
     def has_model(self, config: ModelConfig) -> bool:

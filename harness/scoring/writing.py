@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from harness.errors import UserError
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats
-from harness.model.generation import GenerationRule
-from harness.model.sampling import Draft, write
+from harness.model.generation import Draft, GenerationRule, write
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.scoring.answers import (

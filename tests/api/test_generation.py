@@ -26,10 +26,9 @@ from harness.api.cached_model import CachedModel
 from harness.api.method_lm import MethodLM
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.generation import ENDLESS, GenerationRule
+from harness.model.generation import ENDLESS, Draft, GenerationRule
 from harness.model.load import from_memory
 from harness.model.resources import Resources
-from harness.model.sampling import Draft
 from harness.model.tiny import tiny_model
 from harness.replay.session import Setup
 from harness.run.compose import load

@@ -14,9 +14,8 @@ from harness.decode.memory import GIB
 from harness.decode.needs import Plan, sizes_of
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.load import LoadedModel
+from harness.model.load import LoadedModel, RandomIds
 from harness.model.prompts import run_prompt
-from harness.model.random_ids import RandomIds
 from harness.model.shape import ModelShape
 from harness.model.tiny import tiny_model
 from harness.paper.costmodel import step as modelled

@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.decode import memory as managed
 from harness.decode.links import CudaLink
 from harness.decode.session import LiveSession
-from harness.model import output_projection
+from harness.model import decoder
 from harness.model.tiny import tiny_model
 from harness.replay.setup import codec_of
 from harness.run.advise import KNOWN
@@ -47,7 +47,7 @@ def gpu(monkeypatch) -> Iterator[Trace]:
     """A fake GPU whose memory may be managed."""
     monkeypatch.setattr(managed, "require_managed", lambda num_bytes, device: None)
     # The check of an output projection waits, once for a layer of a model.
-    monkeypatch.setattr(output_projection, "_require_plain", lambda *_: None)
+    monkeypatch.setattr(decoder, "_require_plain", lambda *_: None)
     # Eigenvectors come from the host's threads: a prompt waits for them, once a layer.
     monkeypatch.setattr(infinigen2, "eigenvectors", lambda matrices: torch.linalg.eigh(matrices).eigenvectors)
     monkeypatch.setattr(

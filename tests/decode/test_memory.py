@@ -28,9 +28,8 @@ from harness.decode.memory import (
 from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.load import LoadedModel
+from harness.model.load import LoadedModel, RandomIds
 from harness.model.prompts import prompt_bytes, run_prompt
-from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.run.compose import load

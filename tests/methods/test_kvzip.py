@@ -10,8 +10,8 @@ import torch
 
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.model.decoder import output_factor
 from harness.model.load import LoadedModel
-from harness.model.output_projection import output_factor
 from harness.model.prompts import PromptPass
 from harness.model.tiny import tiny_ids
 from harness.replay.setup import tokenized

@@ -16,7 +16,7 @@ from harness.checks.families import tiny_family
 from harness.files import cache_dir
 from harness.model.attach import attach
 from harness.model.calibration import cached_calibration
-from harness.model.output_projection import output_factor
+from harness.model.decoder import output_factor
 from harness.model.prompts import PromptPass
 from harness.model.tiny import tiny_ids, tiny_model
 from harness.results import inputs
@@ -68,18 +68,6 @@ def write_data(model: Any) -> None:
         weight.data.mul_(1 + 0.5 * torch.rand(weight.shape).to(weight))
 
 
-def train(model: Any) -> None:
-    model.requires_grad_(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    logits = model.train()(IDS).logits.float()
-    nn.functional.cross_entropy(logits[0, :-1], IDS[0, 1:]).backward()
-    optimizer.step()
-
-
-def load_others(model: Any) -> None:
-    model.load_state_dict({name: 1.5 * held.roll(1) for name, held in model.state_dict().items()})
-
-
 def cut(model: Any) -> None:
     for each in adapters(model):
         prune.l1_unstructured(each.base, "weight", amount=0.5)
@@ -98,7 +86,7 @@ def scale_buffers(model: Any) -> None:
         each.gain.mul_(1.3)
 
 
-WAYS = (write_data, train, load_others, cut, switch, scale_buffers)
+WAYS = (write_data, cut, switch, scale_buffers)
 
 
 # What is derived of it
