@@ -46,7 +46,7 @@ def states_of(attached, ids: list[int]) -> tuple[list[list[torch.Tensor]], list[
 
     modules = [attention_of(attached.model, layer) for layer in range(attached.geometry.num_layers)]
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
-    keep = PromptPass(attached, keep=lambda _, prompt: seen.append([each[0].double() for each in prompt.tensors()]))
+    keep = PromptPass(attached, keep=lambda _, prompt: seen.append([each[0].double() for each in prompt[:3]]))
     attached.forward(torch.tensor([ids]), torch.arange(len(ids))[None], keep)
     for hook in hooks:
         hook.remove()
