@@ -16,8 +16,7 @@ import pytest
 from harness.data import rows
 from harness.model import load as models
 from harness.model import source
-from harness.model.load import LoadedModel
-from harness.model.resources import Resources
+from harness.model.load import LoadedModel, Resources
 from harness.model.tiny import tiny_model
 from harness.results.columns import read_frame
 from harness.run.compose import load

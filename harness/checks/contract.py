@@ -317,11 +317,6 @@ class Finding(NamedTuple):
     words: str
 
 
-def say(where: str, name: str, finding: Finding) -> None:
-    """Print how a check ended. where: the model, and the batch."""
-    print(f"{finding.verdict:6} {where:13} {name}: {finding.words}", flush=True)
-
-
 def run_contract(config: RunConfig) -> None:
     """Check a method, and its codec if any, on every model and batch, up to the first on which a
     check fails.
@@ -339,7 +334,7 @@ def run_contract(config: RunConfig) -> None:
         failed = []
         for name, check in checks.items():
             finding = Finding("-", refusal) if refusal else judge(check, trial)
-            say(where, name, finding)
+            print(f"{finding.verdict:6} {where:18} {name}: {finding.words}", flush=True)
             if finding.verdict == "FAILED":
                 failed.append(name)
         if failed:

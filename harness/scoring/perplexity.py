@@ -30,8 +30,7 @@ from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats
 from harness.model.generation import ENDLESS, Draft, GenerationRule, write
-from harness.model.load import LoadedModel
-from harness.model.resources import Memo
+from harness.model.load import LoadedModel, Memo
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup, prepare
 from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95

@@ -19,9 +19,8 @@ from harness.data.text import named_text, start_ids, token_ids
 from harness.decode.memory import require_memory
 from harness.errors import UserError
 from harness.model.attached import Attached
-from harness.model.load import LoadedModel
+from harness.model.load import LoadedModel, Memo
 from harness.model.prompts import kept_bytes, prompt_bytes
-from harness.model.resources import Memo
 from harness.settings.config import LatencyConfig, RunConfig
 from harness.settings.kinds import Outcome
 from harness.speed.capacity import time_largest

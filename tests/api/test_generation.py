@@ -27,8 +27,7 @@ from harness.api.method_lm import MethodLM
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.generation import ENDLESS, Draft, GenerationRule
-from harness.model.load import from_memory
-from harness.model.resources import Resources
+from harness.model.load import Resources, from_memory
 from harness.model.tiny import tiny_model
 from harness.replay.session import Setup
 from harness.run.compose import load

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from harness.model.resources import Resources
+from harness.model.load import Resources
 from harness.settings.config import ModelConfig
 
 ONE, OTHER = ModelConfig("one"), ModelConfig("other")
