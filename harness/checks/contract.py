@@ -216,9 +216,10 @@ def padded_is_alone(trial: Trial) -> str:
         for logits, own, prompt in zip(batch.logits, apart, trial.prompts, strict=True):
             differs = f"the sequence with a prompt of {prompt} tokens is not what it is alone: "
             same_logits(logits[None], own.logits, f"{where}, {differs}")
-        means = torch.tensor([own[1:] for own in apart], dtype=torch.float64).mean(0).tolist()
+        budget = sum(own.budget for own in apart) / len(apart)
+        device_frac = sum(own.device_frac for own in apart) / len(apart)
         # A state may be as large as the longest sequence needs, so resident_frac may differ.
-        expected = Result(batch.logits, *means[:2], batch.resident_frac)
+        expected = Result(batch.logits, budget, device_frac, batch.resident_frac)
         _same_shares(batch, expected, f"{where}, against the mean of its sequences alone: ")
     expected_logits = torch.cat([own.logits for own in alone])
     return f"largest difference {largest_difference(trial.replayed.logits, expected_logits):.1e}"

@@ -21,8 +21,8 @@ from harness.decode.links import Link
 from harness.decode.session import LiveSession
 from harness.model.attached import Attached
 from harness.model.budgets import resident_share
-from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
+from harness.model.prompts import calibrate
 from harness.model.shape import read_yaml
 from harness.model.tiny import VOCAB_SIZE, with_no_constants
 from harness.replay.session import ReplaySession, Setup

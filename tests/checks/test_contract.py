@@ -17,8 +17,8 @@ from harness.checks.contract import CHECKS, MODELS, OF_CODECS, BrokenError, _ref
 from harness.checks.two_ways import HostRun, Trial, tiny_family
 from harness.decode.links import EmulatedLink
 from harness.model.attach import attach
-from harness.model.calibration import calibrate
 from harness.model.policies import check_selection
+from harness.model.prompts import calibrate
 from harness.replay.setup import Setup
 from harness.settings.paths import CONF_DIR
 from methods.base import Geometry, QueryRows, Rest, Selection, ShapeError

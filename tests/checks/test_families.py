@@ -31,7 +31,7 @@ VERDICTS = {  # the verdict, the kinds of layers, and what is said
     "deepseek_v32": ("refused", "", "its own indexer chooses the tokens"),
 }
 CORE = [
-    *(Path("harness/model", f"{name}.py") for name in ("attach", "attention", "decoder", "calibration", "policies")),
+    *(Path("harness/model", f"{name}.py") for name in ("attach", "attention", "decoder", "prompts", "policies")),
     *(Path("harness/replay", f"{name}.py") for name in ("session", "decode_pass", "history")),
     *Path("harness/decode").rglob("*.py"),
 ]

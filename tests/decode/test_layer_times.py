@@ -12,8 +12,8 @@ from harness.checks.two_ways import Trial
 from harness.decode.links import EmulatedLink
 from harness.decode.session import LiveSession
 from harness.model.attach import attach
-from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
+from harness.model.prompts import calibrate
 from methods.full import Full
 from methods.infinigen import InfiniGen
 from methods.kascade import Kascade

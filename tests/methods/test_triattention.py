@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from harness.model.attach import attach
-from harness.model.calibration import calibrate
 from harness.model.policies import new_state
+from harness.model.prompts import calibrate
 from harness.model.tiny import tiny_model
 from methods.base import Lengths
 from methods.triattention import TriAttention, magnitude, planes, turned

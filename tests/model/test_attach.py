@@ -15,8 +15,7 @@ from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
-from harness.model.calibration import calibrate
-from harness.model.prompts import PromptPass
+from harness.model.prompts import PromptPass, calibrate
 from harness.model.tiny import tiny_model
 from harness.replay import decode_pass as passes
 from harness.replay.setup import Setup

@@ -15,9 +15,8 @@ import harness
 from harness.checks.families import tiny_family
 from harness.files import cache_dir
 from harness.model.attach import attach
-from harness.model.calibration import cached_calibration
 from harness.model.decoder import output_factor
-from harness.model.prompts import PromptPass
+from harness.model.prompts import PromptPass, cached_calibration
 from harness.model.tiny import tiny_ids, tiny_model
 from harness.results import inputs
 from harness.results.record import read_all

@@ -14,9 +14,9 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attention import dense_attention
-from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel, Resources
 from harness.model.passes import Handler
+from harness.model.prompts import calibrate
 from harness.model.shape import as_config
 from harness.model.tiny import MAX_LENGTH, tiny_model
 from harness.paper import analysis
