@@ -31,13 +31,13 @@ from harness.checks.two_ways import (
     result_of,
     setup_of,
     tiny_family,
+    tiny_ids,
 )
 from harness.decode.links import open_link
 from harness.errors import UserError, line_in, reason
 from harness.model.attach import attach
 from harness.model.budgets import code_widths, codec_of_cache, expected_budget
 from harness.model.policies import new_state, policies_of
-from harness.model.tiny import tiny_ids
 from harness.replay.setup import CheckedCodec, codec_of
 from harness.settings.config import RunConfig
 from methods.base import Lengths, Method, TokenCounts

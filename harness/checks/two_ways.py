@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from harness.decode.links import Link
 from harness.decode.session import LiveSession
@@ -24,13 +24,13 @@ from harness.model.budgets import resident_share
 from harness.model.policies import policies_of
 from harness.model.prompts import calibrate
 from harness.model.shape import read_yaml
-from harness.model.tiny import VOCAB_SIZE, with_no_constants
 from harness.replay.session import ReplaySession, Setup
 from methods.base import Method, QueryRows, Selection
 from methods.codecs.split import CacheCodec
 from methods.evicting import EvictingState
 
 SHAPES = Path(__file__).with_name("families.yaml")
+VOCAB_SIZE = 256
 STEPS = 10
 ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
 ROWS_OF_FIRST_CALL = (8, 3)
@@ -86,6 +86,23 @@ def tiny_family(name: str, **sizes: Any) -> Any:
         config, attn_implementation="eager", dtype=torch.float32
     )
     return with_no_constants(model, bias_std=0.5)
+
+
+def with_no_constants(model: PreTrainedModel, bias_std: float) -> PreTrainedModel:
+    """The model, ready to run, with random numbers for what is initialised to a constant and could
+    be forgotten: biases and sinks, which are often 0, and norms, which are 1."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sink", "sinks")):
+                parameter.normal_(std=bias_std)
+            elif "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)
+
+
+def tiny_ids(text: str) -> list[int]:
+    """Token ids of a text for a tiny model, which has no tokenizer: one for each byte."""
+    return [3 + byte % (VOCAB_SIZE - 3) for byte in text.encode()]
 
 
 def token_batch(

@@ -19,7 +19,6 @@ from harness.decode import memory as managed
 from harness.decode.links import CudaLink
 from harness.decode.session import LiveSession
 from harness.model import decoder
-from harness.model.tiny import tiny_model
 from harness.replay.setup import codec_of
 from harness.run.advise import KNOWN
 from harness.run.compose import load
@@ -35,6 +34,7 @@ from methods.infinigen_pool import InfiniGenPool
 from tests.cases import CASES, WIDE
 from tests.fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
 from tests.living import PROMPTS
+from tests.tiny_models import tiny_model
 
 pytest.importorskip("triton")
 from methods import infinigen2, kernels

@@ -20,7 +20,7 @@ from methods.kascade import Kascade
 from methods.quest import Quest
 from tests.cases import Case, Following
 from tests.living import PROMPTS, attached_with_link, setup_of, tiny
-from tests.mixed_models import mixed
+from tests.tiny_models import mixed
 
 SHARED = {
     "kept": Kascade(budget=0.3, min_tokens=1, anchors=(), dense_layers=2),

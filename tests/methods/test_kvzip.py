@@ -13,7 +13,6 @@ from harness.model.attach import attach
 from harness.model.decoder import output_factor
 from harness.model.load import LoadedModel
 from harness.model.prompts import PromptPass
-from harness.model.tiny import tiny_ids
 from harness.replay.setup import tokenized
 from methods.base import Geometry, Lengths
 from methods.kvzip import KVzip
@@ -21,6 +20,7 @@ from tests.cases import ASKED, Case
 from tests.living import tiny
 from tests.reference import softmax
 from tests.replaying import PROMPT, attention_of, open_session, pad, token_ids
+from tests.tiny_models import tiny_ids
 from tests.tokens import byte_tokenizer
 
 PROMPTS = (PROMPT, 11, 14)

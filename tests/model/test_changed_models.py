@@ -17,11 +17,11 @@ from harness.files import cache_dir
 from harness.model.attach import attach
 from harness.model.decoder import output_factor
 from harness.model.prompts import PromptPass, cached_calibration
-from harness.model.tiny import tiny_ids, tiny_model
 from harness.results import inputs
 from harness.results.record import read_all
 from methods.infinigen import InfiniGen
 from methods.loki import Loki
+from tests.tiny_models import tiny_ids, tiny_model
 from tests.tokens import byte_tokenizer
 
 IDS = torch.tensor([tiny_ids("A cache keeps what is read again.")])

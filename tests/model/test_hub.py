@@ -15,7 +15,6 @@ from harness.data.text import WIKITEXT_HUB, corpus_text
 from harness.errors import UserError
 from harness.model import source
 from harness.model.load import load_model
-from harness.model.tiny import tiny_model
 from harness.results import inputs
 from harness.results.record import read_records
 from harness.run.cli import main
@@ -23,6 +22,7 @@ from harness.run.compose import load
 from harness.settings.config import CorpusConfig, DataConfig, ModelConfig
 from harness.settings.schema import CONF_DIR
 from tests.hub_standin import Files, Repository, commit, status
+from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
 ID = "meta-llama/Llama-2-7b-hf"

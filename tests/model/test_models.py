@@ -34,11 +34,11 @@ from harness.model.load import (
     shape_mapping,
 )
 from harness.model.shape import as_config, count_weights, read_yaml
-from harness.model.tiny import VOCAB_SIZE, tiny_model
 from harness.results import inputs
 from harness.settings.config import ModelConfig
 from harness.settings.schema import CONF_DIR, options
 from tests.hub_standin import Repository
+from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.tokens import byte_tokenizer
 
 # Parameters of the authors' checkpoints, counted by transformers; tied weights count once. The text decoder's alone.

@@ -11,8 +11,8 @@ import harness
 from harness.data.text import RANDOM_WORDS, named_text
 from harness.errors import UserError
 from harness.model.load import RandomIds
-from harness.model.tiny import VOCAB_SIZE, tiny_model
 from harness.run.cli import main
+from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.tokens import byte_tokenizer
 
 LENGTHS = ["num_windows=2", "seq_len=96", "prefill_len=32", "calibration.num_tokens=64", "platform.link_gbps=1"]

@@ -33,7 +33,6 @@ from methods.streaming import DuoAttention, Streaming
 from methods.twilight import Twilight
 from tests.cases import CASES, WIDE, Case
 from tests.living import PROMPTS, replay, tiny, token_batch
-from tests.mixed_models import mixed
 from tests.replaying import (
     LENGTH,
     PROMPT,
@@ -48,6 +47,7 @@ from tests.replaying import (
     run_ragged,
     token_ids,
 )
+from tests.tiny_models import mixed
 
 
 def has_steps(case: Case) -> bool:
