@@ -27,6 +27,7 @@ from harness.errors import UserError
 from harness.model import gguf_copy, source
 from harness.model.gguf_copy import Metadata, converted, follow_metadata, with_metadata
 from harness.model.load import (
+    Resources,
     _tokenizer,
     from_memory,
     load_model,
@@ -574,3 +575,19 @@ def test_weights_that_do_not_fit_are_refused_with_the_amounts(weights, model_dir
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model_dir):
     tiny_model("llama", **SIZES | {"vocab_size": 200}).save_pretrained(model_dir)
     refused(r"has 256 tokens, more than the model's embedding \(vocab_size=200\)", configured(model_dir))
+
+
+# What runs share
+
+
+def test_a_model_is_loaded_once_for_equal_settings_and_takes_what_depends_on_it_along(monkeypatch):
+    loads, resources, one, other = [], Resources(), ModelConfig("one"), ModelConfig("other")
+    monkeypatch.setattr(
+        "harness.model.load.load_model", lambda config: loads.append(config.name) or SimpleNamespace(name=config.name)
+    )
+    first = resources.model(one)
+    resources.references.get("window", lambda: 1)
+    assert resources.model(ModelConfig("one")) is first
+    assert resources.references.get("window", lambda: 2) == 1
+    assert resources.model(other).name == "other" and loads == ["one", "other"]
+    assert resources.references.get("window", lambda: 2) == 2
