@@ -267,6 +267,8 @@ class Trial:
                 if state is None:
                     return
                 select = state.select
+                under_method = range(state.method.dense_layers, state.geometry.num_layers)
+                selected.update(dict.fromkeys(under_method, 0))
 
                 def listening(layer: int, rows: QueryRows) -> Selection:
                     selection = select(layer, rows)
