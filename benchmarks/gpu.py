@@ -56,8 +56,7 @@ from harness.decode.session import LiveSession
 from harness.decode.store import Chosen, KVStore, RowFormat, indices
 from harness.errors import UserError, exit_code, nearest, reason
 from harness.files import write_atomic
-from harness.model.load import require_kernels
-from harness.model.resources import Resources
+from harness.model.load import Resources, require_kernels
 from harness.results.record import read_record
 from harness.run.all_runs import run_all
 from harness.run.compose import load

@@ -28,8 +28,8 @@ from harness.data.text import offline_text, token_ids
 from harness.errors import UserError, exit_code, reason
 from harness.model.attach import attach
 from harness.model.attached import Attached
-from harness.model.calibration import calibrate
 from harness.model.load import load_model
+from harness.model.prompts import calibrate
 from harness.run.compose import load
 from methods.base import EMPTY, Calibration, Geometry, Lengths, Method, PromptRows, QueryRows, RereadRows
 from methods.codecs.integers import ChannelCodec

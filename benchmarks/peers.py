@@ -63,8 +63,8 @@ from harness.data.text import offline_text, token_ids, windows_of
 from harness.errors import UserError, exit_code, reason
 from harness.model.attach import attach
 from harness.model.attached import Attached
-from harness.model.dense_prompts import DensePrompts
 from harness.model.load import LoadedModel, load_model
+from harness.model.passes import DensePrompts
 from harness.replay.setup import Setup, prepare
 from harness.results.environment import processor
 from harness.run.compose import load
@@ -95,8 +95,6 @@ BATCH_SIZES = (1, 4, 8, 16)
 """Of HFLM."""
 HEAD_ROWS = 128
 """Rows of a window that pass through the output head together."""
-ALL_BYTES = 2**40
-"""Room for shared prompts: all there is."""
 HEADER = """\
 | job | case | peer | CPU s, ours | peer | ours / peer | wall s, ours | peer | ours / peer | equal |
 |:---|:---|:---|:---|:---|:---|:---|:---|:---|:---|"""
@@ -219,7 +217,7 @@ def asked(bench: Bench, methods: Sequence[str], length: int) -> Iterator[Compari
     tokens = bench.peer.call("tokens", context=context, question=QUESTION)
 
     def ours() -> list[str]:
-        prompts = DensePrompts(ALL_BYTES) if len(methods) > 1 else None
+        prompts = DensePrompts() if len(methods) > 1 else None
         return [answer(bench, method, tokens, prompts) for method in methods]
 
     presses = []

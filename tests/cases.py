@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.model.tiny import tiny_ids
 from harness.replay.setup import codec_of
 from harness.run.compose import load
 from harness.settings import own_method
@@ -58,6 +57,7 @@ from methods.triattention import TriAttention
 from methods.twilight import Twilight
 from methods.vattention import VAttention
 from methods.yakv import YAKV
+from tests.tiny_models import tiny_ids
 
 
 def preset(name: str, **changes: object) -> Method:

@@ -26,9 +26,9 @@ from hypothesis import settings
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
-from harness.model.tiny import tiny_model
 from harness.results import inputs
 from tests.hub_standin import Hub, serving
+from tests.tiny_models import tiny_model
 
 RESOLVE = "/{repo_id}/resolve/{revision}/{filename}"
 
@@ -148,7 +148,7 @@ def one_model_of_the_contract(monkeypatch) -> None:
     long, and shipped methods are held to it on all."""
     from harness.checks import contract
 
-    name = "Gemma 2"
+    name = "gemma2"
     monkeypatch.setattr(contract, "MODELS", {name: contract.MODELS[name]})
 
 

@@ -18,8 +18,7 @@ from harness.decode.store import Chosen, KVStore, RowFormat, SlotRequest
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats
-from harness.model.generation import ENDLESS, GenerationRule
-from harness.model.sampling import Draft
+from harness.model.generation import ENDLESS, Draft, GenerationRule
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.settings.codecs import codec_named

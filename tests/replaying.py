@@ -12,7 +12,7 @@ import torch
 
 from harness.model.attach import attach
 from harness.model.budgets import ReadStats
-from harness.model.calibration import calibrate
+from harness.model.prompts import calibrate
 from harness.replay.session import ReplaySession
 from tests.cases import Case
 from tests.living import calibration, tiny

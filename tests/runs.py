@@ -16,15 +16,14 @@ import pytest
 from harness.data import rows
 from harness.model import load as models
 from harness.model import source
-from harness.model.load import LoadedModel
-from harness.model.resources import Resources
-from harness.model.tiny import tiny_model
+from harness.model.load import LoadedModel, Resources
 from harness.results.columns import read_frame
 from harness.run.compose import load
 from harness.run.runner import Run, run
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from harness.settings.schema import CONF_DIR
+from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
 Row = dict[str, Any]

@@ -27,8 +27,7 @@ import pandas as pd
 from harness.errors import UserError
 from harness.files import stated_memory
 from harness.model.attach import digest_of, unchanged
-from harness.model.load import LoadedModel, from_memory
-from harness.model.resources import Resources
+from harness.model.load import LoadedModel, Resources, from_memory
 from harness.results.columns import whole_tasks
 from harness.results.record import read_record
 from harness.results.samples import frames_of, full_runs

@@ -7,7 +7,7 @@ basic ways are `replay`, all rows at once, and `live`, one step at a time.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -30,13 +30,14 @@ from harness.checks.two_ways import (
     largest_difference,
     result_of,
     setup_of,
+    tiny_family,
+    tiny_ids,
 )
 from harness.decode.links import open_link
 from harness.errors import UserError, line_in, reason
 from harness.model.attach import attach
 from harness.model.budgets import code_widths, codec_of_cache, expected_budget
 from harness.model.policies import new_state, policies_of
-from harness.model.tiny import tiny_ids, tiny_model
 from harness.replay.setup import CheckedCodec, codec_of
 from harness.settings.config import RunConfig
 from methods.base import Lengths, Method, TokenCounts
@@ -44,36 +45,20 @@ from methods.codecs.base import FLOAT_DTYPES, RowCodec
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import CacheCodec, every_codec
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("llama", {"num_key_value_heads": 2}),
-    "OPT": ("opt", {"word_embed_proj_dim": 64}),
-    "Gemma 2": (
-        "gemma2",
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 32,
-            "attn_logit_softcapping": 2.0,
-            "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"] * 2,
-            "sliding_window": 32,
-        },
-    ),
-    "DeepSeek-V3": (
-        "deepseek_v3",
-        {
-            "q_lora_rank": None,
-            "kv_lora_rank": 24,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "first_k_dense_replace": 4,
-        },
-    ),
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "opt": {},
+    "gemma2": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"] * 2,
+        "sliding_window": 32,
+    },
+    "deepseek_v3": {"first_k_dense_replace": 4},
 }
-"""Two query heads per KV head and rotary positions; one KV head per query head, queries scaled
-before, learned positions; a softcap, and layers with a sliding window between those that the method
-counts; a latent for all heads, of which the value is a part."""
+"""Families, and sizes in place of those in families.yaml. Two query heads per KV head and rotary
+positions; one KV head per query head, queries scaled before, learned positions; a softcap, and
+layers with a sliding window between those that the method counts; a latent for all heads, of which
+the value is a part."""
 PROMPTS = {"even": (200, 200), "padded": (200, 180)}
 """Prompt tokens of each sequence: enough for the defaults of every shipped method."""
 BUDGET_TOLERANCE = 1e-9
@@ -105,9 +90,18 @@ def live_is_replay(trial: Trial) -> str:
             "(rows.visible() are those it may use), or does not carry its state from block to "
             f"block: {error}"
         ) from error
-    _same_shares(in_blocks, trial.replayed, where, "in one block")
-    _same_shares(trial.on_device, trial.replayed, "", "in replay")
+    _same_shares(in_blocks, trial.replayed, where)
+    _same_shares(trial.on_device, trial.replayed, "live, against replay: ")
     return same_logits(trial.on_device.logits, trial.replayed.logits)
+
+
+def full_cache_is_the_models_own(trial: Trial, own: Sequence[Tensor]) -> None:
+    """Replay of the full cache gives the model's own logits, [tokens, vocab] of each sequence."""
+    found = trial.replayed
+    for got, expected in zip(found.logits, own, strict=True):
+        same_logits(got[None], expected[None, -1 - trial.steps :], "the full cache: ")
+    if found.budget != 1:
+        raise BrokenError(f"the full cache reads {found.budget} of itself")
 
 
 def host_is_device(trial: Trial) -> str:
@@ -143,20 +137,18 @@ def rows_of_the_gpu_cache_are_counted(trial: Trial) -> str:
     (ids, real), columns = trial.batch, trial.columns
     counted, _ = trial.prefilled(gpu_cache=GPU_CACHE)
     counted.decode(ids[:, columns:], real[:, columns:])
+    reads = counted.reads
     opened = trial.open_live(placement="host", link=trial.link, gpu_cache=GPU_CACHE)
     with closing(opened) as session:
-        logits = trial.force(session)
-        reads = counted.reads
-        expected_shares = Result(logits, reads.budget, reads.device_frac, reads.resident_frac)
-        _same_shares(result_of(session, logits), expected_shares, "", "in replay")
-        crossed, expected = int(session.traffic.loaded.num_bytes), 0
-        policies = [policy for policy in session.policies if policy.kind != "local"]
-        for policy, store in zip(policies, session.stores, strict=True):
+        cached = result_of(session, trial.force(session))
+        loaded = {}  # a layer that reads all and chooses for others is not here
+        for policy in session.policies:
             if policy.kind == "method" and policy.names_rows:
-                expected += reads.rows_loaded[policy.number] * store.slot_bytes
-            else:  # a dense layer, or one that reads all and chooses for others
-                expected += trial.every_row * store.slot_bytes
-    same_logits(logits, trial.on_device.logits)
+                loaded[policy.number] = reads.rows_loaded[policy.number]
+        crossed, expected = trial.crossed(session, loaded)
+    same_logits(cached.logits, trial.on_device.logits)
+    shares = Result(cached.logits, reads.budget, reads.device_frac, reads.resident_frac)
+    _same_shares(cached, shares, "live, against replay: ")
     if crossed != expected:
         raise BrokenError(f"{crossed} bytes crossed; replay counts {expected}")
     return f"{crossed} bytes; {reads.hit_frac:.0%} found on the device"
@@ -214,18 +206,28 @@ def padded_is_alone(trial: Trial) -> str:
     of those of its sequences."""
     trials = [replace(trial, only=sequence) for sequence in range(len(trial.prompts))]
     alone = [own.replayed for own in trials]
-    words = _same_as_alone(trial.replayed, alone, trial, "in replay")
-    in_turns = trial.replay_in_turns()
-    _same_as_alone(in_turns, alone, trial, "in replay with padding behind the decode rows")
+    batches = {
+        "in replay": (trial.replayed, alone),
+        "in replay with padding behind the decode rows": (trial.replay_in_turns(), alone),
+    }
     if trial.setup.method.replay_only is None:
-        _same_as_alone(trial.on_device, [own.on_device for own in trials], trial, "live")
-    return words
+        batches["live"] = trial.on_device, [own.on_device for own in trials]
+    for where, (batch, apart) in batches.items():
+        for logits, own, prompt in zip(batch.logits, apart, trial.prompts, strict=True):
+            differs = f"the sequence with a prompt of {prompt} tokens is not what it is alone: "
+            same_logits(logits[None], own.logits, f"{where}, {differs}")
+        budget = sum(own.budget for own in apart) / len(apart)
+        device_frac = sum(own.device_frac for own in apart) / len(apart)
+        # A state may be as large as the longest sequence needs, so resident_frac may differ.
+        expected = Result(batch.logits, budget, device_frac, batch.resident_frac)
+        _same_shares(batch, expected, f"{where}, against the mean of its sequences alone: ")
+    expected_logits = torch.cat([own.logits for own in alone])
+    return f"largest difference {largest_difference(trial.replayed.logits, expected_logits):.1e}"
 
 
 def codec_rows_are_as_counted(trial: Trial) -> str:
     """Packed rows have the bytes that are counted, read back as the round trip, and do not depend
     on one another."""
-    assert trial.setup.codec is not None
     geometry = trial.attached.geometry
     generator, widths = torch.Generator().manual_seed(trial.seed), []
     for half in _halves(trial.setup.codec):
@@ -259,10 +261,10 @@ def codec_rows_are_as_counted(trial: Trial) -> str:
     return f"{min(widths):.4g} to {max(widths):.4g} bits an element"
 
 
-def _halves(codec: CacheCodec) -> list[RowCodec]:
+def _halves(codec: CacheCodec | None) -> list[RowCodec]:
     """The codecs of keys and of values, in all layers, each once."""
     halves: list[RowCodec] = []
-    for of_layer in every_codec(codec):
+    for of_layer in [] if codec is None else every_codec(codec):
         for half in (of_layer.keys, of_layer.values):
             if half not in halves:
                 halves.append(half)
@@ -284,27 +286,11 @@ OF_CODECS: dict[str, Callable[[Trial], str]] = {
 """Checks where there is a codec, before the others, which then are of the method with it."""
 
 
-def _same_as_alone(batch: Result, alone: Sequence[Result], trial: Trial, where: str) -> str:
-    for logits, own, prompt in zip(batch.logits, alone, trial.prompts, strict=True):
-        differs = f"the sequence with a prompt of {prompt} tokens is not what it is alone: "
-        same_logits(logits[None], own.logits, f"{where}, {differs}")
-    # Not resident_frac: a state may be as large as the longest sequence needs.
-    for name in ("budget", "device_frac"):
-        together = getattr(batch, name)
-        mean = sum(getattr(own, name) for own in alone) / len(alone)
-        if not abs(together - mean) <= BUDGET_TOLERANCE:
-            raise BrokenError(
-                f"{where}: {name} of the batch is {together:.6f}, of its sequences alone {mean:.6f}"
-            )
-    expected = torch.cat([own.logits for own in alone])
-    return f"largest difference {largest_difference(batch.logits, expected):.1e}"
-
-
-def _same_shares(got: Result, expected: Result, where: str, other: str) -> None:
+def _same_shares(got: Result, expected: Result, where: str) -> None:
     for name in ("budget", "device_frac", "resident_frac"):
         here, there = getattr(got, name), getattr(expected, name)
         if not abs(here - there) <= BUDGET_TOLERANCE:
-            raise BrokenError(f"{where}{name} is {here:.6f}, and {there:.6f} {other}")
+            raise BrokenError(f"{where}{name} is {here:.6f} and not {there:.6f}")
 
 
 def same_logits(got: Tensor, expected: Tensor, where: str = "") -> str:
@@ -332,11 +318,6 @@ class Finding(NamedTuple):
     words: str
 
 
-def say(where: str, name: str, finding: Finding) -> None:
-    """Print how a check ended. where: the model, and the batch."""
-    print(f"{finding.verdict:6} {where:13} {name}: {finding.words}", flush=True)
-
-
 def run_contract(config: RunConfig) -> None:
     """Check a method, and its codec if any, on every model and batch, up to the first on which a
     check fails.
@@ -354,7 +335,7 @@ def run_contract(config: RunConfig) -> None:
         failed = []
         for name, check in checks.items():
             finding = Finding("-", refusal) if refusal else judge(check, trial)
-            say(where, name, finding)
+            print(f"{finding.verdict:6} {where:18} {name}: {finding.words}", flush=True)
             if finding.verdict == "FAILED":
                 failed.append(name)
         if failed:
@@ -370,9 +351,11 @@ def _trials(
     method: Method, codec: CacheCodec | None, device: torch.device
 ) -> Iterator[tuple[str, Trial]]:
     rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
-    for family, (model_type, shape) in MODELS.items():
-        model: Any = tiny_model(model_type, **shape)
-        with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:
+    for family, sizes in MODELS.items():
+        with (
+            attach(tiny_family(family, **sizes).to(device)) as attached,
+            open_link(device, bytes_per_s=rate) as link,
+        ):
             setup = setup_of(attached, method, codec)
             for padding, prompts in PROMPTS.items():
                 yield f"{family} {padding}", Trial(attached, link, setup, prompts)
@@ -410,9 +393,7 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
     except Exception as error:
         said = str(error) if isinstance(error, UserError) else reason(error)
         judged: list[object] = [trial.setup.method]
-        if trial.setup.codec is not None:
-            for half in _halves(trial.setup.codec):
-                judged.append(half.codec if isinstance(half, CheckedCodec) else half)
-        files = {str(sys.modules[type(part).__module__].__file__) for part in judged}
-        line = line_in(error, files)
+        for half in _halves(trial.setup.codec):
+            judged.append(half.codec if isinstance(half, CheckedCodec) else half)
+        line = line_in(error, {inspect.getfile(type(part)) for part in judged})
         return Finding("FAILED", f"{said} ({line})" if line else said)

@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 
 from harness.checks import contract
-from harness.checks.contract import BrokenError, Finding, say
+from harness.checks.contract import BrokenError
 from harness.checks.two_ways import Trial, largest_difference
 from harness.data.tasks import load_suite
 from harness.data.text import corpus_ids, windows_of
@@ -262,13 +262,12 @@ def run_trust(
     lines, failed = [], []
     for name, check in CHECKS.items():
         try:
-            finding = Finding("ok", check(subject))
+            verdict, words = "holds", check(subject)
         except (BrokenError, UserError) as error:
-            finding = Finding("FAILED", str(error))
+            verdict, words = "FAILS", str(error)
             failed.append(name)
-        say(loaded.name, name, finding)
-        verdict = "holds" if finding.verdict == "ok" else "FAILS"
-        lines.append([name, verdict, finding.words])
+        print(f"{verdict:6} {loaded.name:13} {name}: {words}", flush=True)
+        lines.append([name, verdict, words])
     sheet = Sheet("Checks", pd.DataFrame(lines, columns=[LABEL.heading, "verdict", CLAIM.heading]))
     path = Path(config.results_dir) / "trust.md"
     made = f"on {datetime.date.today()}, of {loaded.name} and code {code_digest()[:12]}"

@@ -1,30 +1,36 @@
 """Two ways to decode the same rows, which checks compare: `replay`, all rows at once, and `live`,
-one step at a time. Batches are random tokens, for tiny random models."""
+one step at a time. Batches are random tokens, for tiny random models of the families in
+families.yaml.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from harness.decode.links import Link
 from harness.decode.session import LiveSession
 from harness.model.attached import Attached
 from harness.model.budgets import resident_share
-from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
-from harness.model.tiny import VOCAB_SIZE
+from harness.model.prompts import calibrate
+from harness.model.shape import read_yaml
 from harness.replay.session import ReplaySession, Setup
 from methods.base import Method, QueryRows, Selection
 from methods.codecs.split import CacheCodec
 from methods.evicting import EvictingState
 
+SHAPES = Path(__file__).with_name("families.yaml")
+VOCAB_SIZE = 256
 STEPS = 10
 ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
 ROWS_OF_FIRST_CALL = (8, 3)
@@ -48,6 +54,55 @@ class Result(NamedTuple):
     budget: float
     device_frac: float
     resident_frac: float
+
+
+@cache
+def families() -> dict[str, dict[str, Any]]:
+    """By family, the sizes of its tiny shape beside the common ones."""
+    table = read_yaml(SHAPES)
+    sizes = dict.fromkeys(table["families_as_they_are"], {}) | table["families_with_more"]
+    return dict(sorted(sizes.items()))
+
+
+def tiny_family(name: str, **sizes: Any) -> Any:
+    """A random model of a family: eager attention, float32, on the CPU. sizes: in place of those in
+    the table."""
+    config_class = CONFIG_MAPPING[name]
+    aliases = getattr(config_class, "attribute_map", None) or {}
+    default = config_class()
+    known = {*default.to_dict(), *vars(default), *aliases}
+    common = {size: value for size, value in read_yaml(SHAPES)["sizes"].items() if size in known}
+    shape = {}
+    for size, value in common.items():
+        if aliases.get(size) not in common:
+            shape[size] = value
+    if "layer_types" in aliases:
+        shape.pop("layer_types", None)
+    config = config_class(**(shape | families()[name] | sizes))
+    if getattr(config, "is_decoder", True) is False:
+        config.is_decoder = True
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    return with_no_constants(model, bias_std=0.5)
+
+
+def with_no_constants(model: PreTrainedModel, bias_std: float) -> PreTrainedModel:
+    """The model, ready to run, with random numbers for what is initialised to a constant and could
+    be forgotten: biases and sinks, which are often 0, and norms, which are 1."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sink", "sinks")):
+                parameter.normal_(std=bias_std)
+            elif "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)
+
+
+def tiny_ids(text: str) -> list[int]:
+    """Token ids of a text for a tiny model, which has no tokenizer: one for each byte."""
+    return [3 + byte % (VOCAB_SIZE - 3) for byte in text.encode()]
 
 
 def token_batch(
@@ -205,45 +260,45 @@ class Trial:
         selected: Counter[int] = Counter()  # by layer, rows of one token and KV head each
         miscounted = [0.0]
 
-        def listening(
-            select: Callable[[int, QueryRows], Selection], evicts: bool
-        ) -> Callable[[int, QueryRows], Selection]:
-            def listen(layer: int, rows: QueryRows) -> Selection:
-                selection = select(layer, rows)
-                mask = rows.visible() if selection.mask is None else selection.mask
-                # The own slot is the last. [batch, num_kv_heads or 1, rows]
-                read = mask[..., :-1].sum(-1).double()
-                crosses = int(read.sum())
-                if selection.mask is None and not evicts:  # as a dense layer: padding crosses too
-                    crosses = read.numel() * (mask.shape[-1] - 1)
-                selected[layer] += crosses * (num_kv_heads // mask.shape[1])
-                miscounted.append(float((read.mean(1) - selection.num_read).abs().max()))
-                return selection
-
-            return listen
-
         with closing(self.open_live(placement="host", link=self.link)) as session:
 
-            def listen_to_all() -> None:
+            def listen_from_here() -> None:
                 state = session.share.state
-                if state is not None:
-                    listen = listening(state.select, isinstance(state, EvictingState))
-                    state.select = listen  # type: ignore[method-assign, assignment]
+                if state is None:
+                    return
+                select = state.select
+                under_method = range(state.method.dense_layers, state.geometry.num_layers)
+                selected.update(dict.fromkeys(under_method, 0))
 
-            decoded = result_of(session, self.force(session, listen_to_all))
-            crossed = int(session.traffic.loaded.num_bytes)
-            slot_bytes = [store.slot_bytes for store in session.stores]
-        expected, method = 0, self.setup.method
-        for layer, of_slot in enumerate(slot_bytes):
-            reads_all = method.reads_all or layer < method.dense_layers
-            expected += of_slot * (self.every_row if reads_all else selected[layer])
+                def listening(layer: int, rows: QueryRows) -> Selection:
+                    selection = select(layer, rows)
+                    mask = rows.visible() if selection.mask is None else selection.mask
+                    # The own slot is the last. [batch, num_kv_heads or 1, rows]
+                    read = mask[..., :-1].sum(-1).double()
+                    crosses = int(read.sum())
+                    if selection.mask is None and not isinstance(state, EvictingState):
+                        crosses = read.numel() * (mask.shape[-1] - 1)  # padding crosses, too
+                    selected[layer] += crosses * (num_kv_heads // mask.shape[1])
+                    miscounted.append(float((read.mean(1) - selection.num_read).abs().max()))
+                    return selection
+
+                state.select = listening  # type: ignore[method-assign]
+
+            decoded = result_of(session, self.force(session, listen_from_here))
+            crossed, expected = self.crossed(session, selected)
         return HostRun(decoded, crossed, expected, float(torch.tensor(miscounted).max()))
 
-    @property
-    def every_row(self) -> int:
-        """Rows of one token and KV head that cross the link for a layer that reads all."""
+    def crossed(self, session: LiveSession, rows: Mapping[int, int]) -> tuple[int, int]:
+        """Bytes that crossed the link in a session's steps, and those of the rows that were to.
+
+        rows: of one token and KV head each, by layer; every row of a layer that is not there.
+        """
         cached = sum(range(self.columns, self.columns + self.steps))
-        return len(self.batch[0]) * self.attached.geometry.num_kv_heads * cached
+        every_row = len(self.batch[0]) * self.attached.geometry.num_kv_heads * cached
+        expected = 0
+        for layer, store in enumerate(session.stores):
+            expected += store.slot_bytes * rows.get(layer, every_row)
+        return int(session.traffic.loaded.num_bytes), expected
 
     def require_all_coded(self) -> None:
         if self.setup.codec is not None and self.setup.codec.residual:

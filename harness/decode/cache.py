@@ -30,7 +30,7 @@ from harness.decode.store import (
     indices,
     num_true,
 )
-from harness.model.dense_prompts import LayerPrompt
+from harness.model.passes import LayerPrompt
 from harness.model.policies import Policy, check_selection, take_prompt
 from methods.base import (
     EMPTY,

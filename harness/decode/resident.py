@@ -18,7 +18,7 @@ from harness.decode.cache import Fetch, Fetcher, LayerCache
 from harness.decode.share import BatchLengths, TokenBatch
 from harness.decode.store import KeyValue, KVStore, chosen, indices
 from harness.model.attention import dense_attention
-from harness.model.dense_prompts import LayerPrompt
+from harness.model.passes import LayerPrompt
 from harness.model.policies import Policy
 from methods.base import EMPTY, Method, Selection, State, Window, rebuilt, resident_of
 from methods.codecs.base import RowCodec

@@ -34,12 +34,11 @@ from harness.decode.store import KVStore, indices
 from harness.decode.timeline import StepClock, Timeline
 from harness.model.attached import Attached
 from harness.model.attention import ROW_BACKENDS
-from harness.model.dense_prompts import LayerPrompt, PrefilledPrompt
-from harness.model.passes import launching_on, require_codable
+from harness.model.generation import Draft, write
+from harness.model.passes import LayerPrompt, PrefilledPrompt, launching_on, require_codable
 from harness.model.policies import Policy, new_state
 from harness.model.prompts import PASS_TOKENS, prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
-from harness.model.sampling import Draft, write
 from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method

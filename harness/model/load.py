@@ -10,14 +10,16 @@ there. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from harness.errors import UserError, refused
+from harness.files import text_sha256
 from harness.model import source
-from harness.model.random_ids import RandomIds
+from harness.model.gguf_copy import copies_dir
 from harness.model.shape import NESTED, SIZES, as_config, require_room, size
 from harness.settings.config import ModelConfig
 
@@ -25,15 +27,46 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from harness.model.dense_prompts import DensePrompts
+    from harness.model.passes import DensePrompts
 
 TEXT_WEIGHTS = {
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
     r"^language_model\.lm_head": "lm_head",
 }
 """Names of the text decoder's weights in a multimodal checkpoint, and the decoder's own names."""
+T = TypeVar("T")
 UNLIMITED = 2**31 - 1
 """The longest sequence of a model that names no limit, as with ALiBi or recurrent layers."""
+
+
+class RandomIds:
+    """Stands in for the tokenizer of a model with random weights, to which every text is as good as
+    another: a text has one random id for each of its words.
+
+    The ids are uniform over the vocabulary and follow from the text alone, so they are the same in
+    every run and on every machine. A text in which special tokens are asked for begins with
+    `start`, if that is not None.
+    """
+
+    eos_token_id = None
+    """No text ends before its limit."""
+
+    def __init__(self, vocab_size: int, start: int | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.start = start
+
+    def __call__(
+        self, text: str, add_special_tokens: bool = True, verbose: bool = True
+    ) -> dict[str, list[int]]:
+        """Ids of the whole text, as of a transformers tokenizer; verbose plays no part."""
+        generator = random.Random(text_sha256(text))
+        ids = generator.choices(range(self.vocab_size), k=len(text.split()))
+        has_start = add_special_tokens and self.start is not None
+        return {"input_ids": [self.start, *ids] if has_start else ids}  # type: ignore[list-item]
+
+    def decode(self, ids: Iterable[int] | Sequence[int]) -> str:
+        """The ids as decimal numbers: they stand for no words."""
+        return " ".join(str(int(number)) for number in ids)
 
 
 @dataclass
@@ -45,7 +78,7 @@ class LoadedModel:
         has one. tokenizer: None where the source has none.
         name: its name in tables and records.
         max_length: the longest sequence it takes, in tokens.
-        as_loaded: the digest of the model as its source holds it (`harness.model.digest`), where it
+        as_loaded: the digest of the model as its source holds it (`harness.model.attach`), where it
             is known; None for a model from memory.
         prompts: passes over prompts that runs share; None: each runs its own.
         random_ids: of random weights, what makes token ids of texts.
@@ -76,7 +109,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
     device, dtype = _placement(config)
     if config.weights == "random":
-        return _of_random_weights(config, device, dtype)
+        return _random(config, device, dtype)
     directory = source.folder(config)
     logging.disable_progress_bar()
     try:
@@ -86,18 +119,6 @@ def load_model(config: ModelConfig) -> LoadedModel:
     tokenizer = _tokenizer(directory, config, _num_embeddings(model))
     model = model.eval().requires_grad_(False)
     return LoadedModel(model, tokenizer, config.name, max_length_of(model.config))
-
-
-def _of_random_weights(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> LoadedModel:
-    """A model that has the shape of `config`, and reads random token ids."""
-    described = model_config(config)
-    start = described.bos_token_id
-    has_start = isinstance(start, int) and 0 <= start < described.vocab_size
-    random_ids = RandomIds(described.vocab_size, start if has_start else None)
-    model = _random(config, described, device, dtype).eval().requires_grad_(False)
-    return LoadedModel(model, None, config.name, max_length_of(described), random_ids=random_ids)
 
 
 def from_memory(
@@ -133,18 +154,15 @@ def model_config(config: ModelConfig) -> PreTrainedConfig:
         UserError: there is no such source, or it describes no causal language model of
         transformers.
     """
-    return as_config(config.name, _mapping(config))
+    if config.shape and not config.path:
+        return as_config(config.name, config.shape)
+    directory = source.folder(config, weights=False)
+    return as_config(config.name, source.read_config(directory))
 
 
 def shape_mapping(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a model's text decoder, as a mapping; UserError where there is none."""
     return model_config(config).to_dict()
-
-
-def _mapping(config: ModelConfig) -> dict[str, Any]:
-    if config.shape and not config.path:
-        return dict(config.shape)
-    return source.read_config(source.folder(config, weights=False))
 
 
 # Devices
@@ -176,18 +194,23 @@ def require_kernels() -> None:
 # Weights
 
 
-def _random(
-    config: ModelConfig, described: PreTrainedConfig, device: torch.device, dtype: torch.dtype
-) -> PreTrainedModel:
+def _random(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """A model that has the shape of `config`, and reads random token ids."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    described = model_config(config)
     require_room(f"model {config.name}", described, dtype, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             described, dtype=dtype, attn_implementation=_attention(described)
         )
+    start = described.bos_token_id
+    has_start = isinstance(start, int) and 0 <= start < described.vocab_size
+    random_ids = RandomIds(described.vocab_size, start if has_start else None)
+    model = model.eval().requires_grad_(False)
+    return LoadedModel(model, None, config.name, max_length_of(described), random_ids=random_ids)
 
 
 def _attention(described: PreTrainedConfig) -> str:
@@ -282,7 +305,7 @@ def _tokenizer(
     if not source.has_tokenizer(directory):
         return None  # asked anyway, transformers would make up an empty one
     # A family's own class would split texts its own way, whatever the file says.
-    is_copy = directory.parent == source.copies_dir()
+    is_copy = directory.parent == copies_dir()
     reader = PreTrainedTokenizerFast if is_copy else AutoTokenizer
     what = f"model {config.name}: the tokenizer in {directory}"
     with refused(f"{what} cannot be loaded"):
@@ -308,3 +331,85 @@ def _require_embeddings(what: str, tokenizer: Any, num_embeddings: int) -> None:
             f"{what} has {tokens} tokens, more than the model's embedding "
             f"(vocab_size={num_embeddings}); give it its own tokenizer"
         )
+
+
+# What the runs of one process share. It is made once and handed to each run, whose numbers do not
+# depend on what is there.
+
+
+class Memo(Generic[T]):
+    """Values by key. limit: how many, the oldest leaving first; None keeps all."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self._values: dict[Hashable, T] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of `key`. If there is none it is made, after the oldest has left."""
+        if key not in self._values:
+            if self.limit is not None and len(self._values) >= self.limit:
+                del self._values[next(iter(self._values))]
+            self._values[key] = make()
+        return self._values[key]
+
+
+class Resources:
+    """The last model, with what depends on it.
+
+    loaded: a model in memory, which then is the model of every run. references: dense passes of
+    windows, and texts decoded under the full cache, with which every method of a sweep is compared.
+    prompts: the dense pass of the last timed shape. shares_prompts: several runs follow, as in a
+    sweep, so that the passes over prompts are kept; `end_sharing` drops them.
+    """
+
+    def __init__(self, loaded: LoadedModel | None = None) -> None:
+        self.loaded = loaded
+        self._last: tuple[ModelConfig, LoadedModel] | None = None
+        self.references: Memo = Memo()
+        self.prompts: Memo = Memo(limit=1)
+        self.shares_prompts = False
+
+    def model(self, config: ModelConfig) -> LoadedModel:
+        """The model of `config`; runs with equal settings that follow one another share it."""
+        loaded = self.loaded or self._loaded_by(config)
+        if self.shares_prompts and config.device == "cpu" and loaded.prompts is None:
+            from harness.model.passes import DensePrompts
+
+            loaded.prompts = DensePrompts()
+        return loaded
+
+    def has_model(self, config: ModelConfig) -> bool:
+        """Whether the model of `config` is in memory."""
+        return self.loaded is not None or self._last is not None and self._last[0] == config
+
+    def _loaded_by(self, config: ModelConfig) -> LoadedModel:
+        if self._last is None or self._last[0] != config:
+            # Free memory for the next model.
+            self._last = None
+            self.references = Memo()
+            self.prompts = Memo(limit=1)
+            self._last = (config, load_model(config))
+        return self._last[1]
+
+    def digest_in_memory(self) -> str | None:
+        """The digest of the model as it is now; None where it is as its source holds it, or not
+        loaded. Raises UserError for a model that is refused."""
+        loaded = self._in_memory()
+        if loaded is None:
+            return None
+        from harness.model.attach import digest_of
+
+        now = digest_of(loaded.model)
+        return None if now == loaded.as_loaded else now
+
+    def end_sharing(self) -> None:
+        """Keep neither passes over prompts nor references: a user has the model, and may change its
+        weights before the next run."""
+        self.shares_prompts = False
+        self.references = Memo()
+        loaded = self._in_memory()
+        if loaded is not None:
+            loaded.prompts = None
+
+    def _in_memory(self) -> LoadedModel | None:
+        return self.loaded or (self._last[1] if self._last else None)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from harness.errors import UserError, line_of
 from harness.model.attached import Attached
-from harness.model.dense_prompts import LayerPrompt
+from harness.model.passes import LayerPrompt
 from methods.attention import Softmax
 from methods.base import (
     NAMES_ROWS,

@@ -1,23 +1,44 @@
-"""Dense passes over prompts, and the memory that they take."""
+"""Dense passes over prompts, the memory that they take, and what methods measure in one."""
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from harness.errors import UserError
+from harness.files import replacing, text_sha256
 from harness.model.attached import Attached
 from harness.model.attention import prompt_attention
-from harness.model.dense_prompts import Keep, LayerPrompt, PrefilledPrompt, alone, in_file
+from harness.model.gguf_copy import writing_cache
 from harness.model.model_cache import ModelCache
-from harness.model.passes import Handler
-from methods.base import Geometry, LayerInputs
+from harness.model.passes import (
+    Handler,
+    Keep,
+    LayerPrompt,
+    PrefilledPrompt,
+    alone,
+    in_file,
+    one_thread,
+)
+from methods.base import Calibration, Geometry, LayerInputs, Method
 
 PASS_TOKENS = 2048
 """Prompt tokens that a serving engine takes in one pass (chunked prefill: 2,048 to 8,192 in vLLM
 and SGLang). A session that takes over its prompt is sized for them."""
+
+
+CALIBRATION_FORMAT = 4
+"""Part of the cache key: raise it when the computation around `Method.calibrate`, or the file,
+changes."""
 
 
 class PromptPass(Handler):
@@ -87,8 +108,6 @@ def held_prompt(
     ids: Tensor,
     real: Tensor,
     model_cache: ModelCache,
-    *,
-    needs_inputs: bool = False,
     put: Callable[[Sequence[Tensor]], list[Tensor]] = alone,
 ) -> tuple[PrefilledPrompt, Tensor]:
     """A prompt that has run, and the hidden states of its columns [batch, prompt, hidden_size].
@@ -96,42 +115,36 @@ def held_prompt(
     layers: list[LayerPrompt] = []
 
     def keep(_: int, prompt: LayerPrompt) -> None:
-        layers.append(prompt.with_tensors(put(prompt.tensors())))
+        query, key, value = put([prompt.query, prompt.key, prompt.value])
+        layers.append(LayerPrompt(query, key, value))
 
-    hidden = dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
+    hidden = dense_pass(attached, ids, real, model_cache, keep)
     return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
 
 
 def shared_prompt(
-    attached: Attached, ids: Tensor, real: Tensor, *, needs_inputs: bool
+    attached: Attached, ids: Tensor, real: Tensor
 ) -> tuple[PrefilledPrompt, Tensor] | None:
     """As `held_prompt`, once for all runs that share it. None where runs share no prompts, or there
-    is no room for this one. Passes with the layers' inputs are kept beside those without."""
+    is no room for this one."""
     if attached.prompts is None:
         return None
 
     def run() -> tuple[PrefilledPrompt, Tensor]:
-        cache = attached.new_cache()
-        prompt, hidden = held_prompt(
-            attached, ids, real, cache, needs_inputs=needs_inputs, put=in_file
-        )
+        prompt, hidden = held_prompt(attached, ids, real, attached.new_cache(), in_file)
         (hidden,) = in_file([hidden])
         return replace(prompt, hidden=hidden[:, -1]), hidden
 
     tokens, are_real = ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
-    key = tuple(ids.shape), tokens, are_real, needs_inputs
-    num_bytes = kept_bytes(attached, ids.numel(), with_inputs=needs_inputs)
-    return attached.prompts.get(key, num_bytes, run)
+    key = tuple(ids.shape), tokens, are_real
+    return attached.prompts.get(key, kept_bytes(attached, ids.numel()), run)
 
 
-def kept_bytes(attached: Attached, num_tokens: int, *, with_inputs: bool = False) -> int:
-    """Bytes of all layers' queries, keys and values of so many tokens. with_inputs: of the inputs
-    of their modules, too."""
+def kept_bytes(attached: Attached, num_tokens: int) -> int:
+    """Bytes of all layers' queries, keys and values of so many tokens."""
     elements = 0
     for layer in attached.layers:
         elements += layer.num_heads * layer.head_dim + layer.num_kv_heads * layer.elements
-        if with_inputs:
-            elements += layer.call.hidden.shape[-1]
     return num_tokens * elements * attached.dtype.itemsize
 
 
@@ -209,3 +222,59 @@ def _without(weights: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor
     """The weights that are not among `others`."""
     left_out = {id(weight) for weight in others}
     return [weight for weight in weights if id(weight) not in left_out]
+
+
+# Offline calibration: what a method measures of a model in one pass over a text, made once and kept
+# on disk. It runs on one thread.
+
+
+def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[str, Tensor]:
+    """The tensors that `method` measures on one sequence of token ids, by name, [num_layers, ...].
+
+    Raises UserError where a number is not finite, as with damaged weights.
+    """
+    attached.require_length(len(ids))
+    tokens = torch.tensor([ids], device=attached.device)
+    layers: list[Calibration] = []
+
+    def measure(layer: int, prompt: LayerPrompt) -> None:
+        if attached.numbers[layer] is not None:
+            query, key = prompt.query[0], prompt.key[0]
+            layers.append(method.calibrate(query, key, attached.geometry, layers))
+
+    positions = torch.arange(len(ids), device=attached.device)[None]
+    with one_thread():
+        attached.forward(tokens, positions, PromptPass(attached, keep=measure))
+    measured = {}
+    for name in layers[0]:
+        tensor = torch.stack([layer[name] for layer in layers]).to(attached.device)
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(
+                f"calibration: {name} of {method.title} is not finite; are the model's weights "
+                "whole?"
+            )
+        measured[name] = tensor
+    return measured
+
+
+def cached_calibration(
+    attached: Attached, method: Method, ids: Sequence[int], cache_dir: Path
+) -> Calibration:
+    """`calibrate`, or its earlier result for the same model as it is now, ids, method and settings.
+
+    It lies in host memory: a state takes to its device what it needs.
+    """
+    settings = [getattr(method, name) for name in method.calibration_settings]
+    module = sys.modules[type(method).__module__]
+    code = [inspect.getsource(type(method).calibrate), inspect.getsource(module)]
+    name = type(method).__name__
+    identity = CALIBRATION_FORMAT, attached.decoder.digest, list(ids), name, settings, code
+    path = cache_dir / f"{text_sha256(repr(identity))[:32]}.safetensors"
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError):  # not there, or damaged
+        measured = calibrate(attached, method, ids)
+    found = {name: tensor.cpu().contiguous() for name, tensor in measured.items()}
+    with writing_cache(), replacing(path) as scratch:
+        save_file(found, scratch)
+    return found

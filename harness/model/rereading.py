@@ -17,10 +17,9 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.model.attached import Attached
 from harness.model.attention import dense_attention, seen_by_last
-from harness.model.dense_prompts import Keep, PrefilledPrompt
+from harness.model.decoder import output_factor
 from harness.model.model_cache import ModelCache
-from harness.model.output_projection import output_factor
-from harness.model.passes import Handler
+from harness.model.passes import Handler, Keep, PrefilledPrompt
 from harness.model.prompts import dense_pass, held_prompt, kept_bytes, prompt_bytes, shared_prompt
 from methods.base import LayerInputs, Method, PromptRows, Repetition, RereadRows, State, checked
 
@@ -38,19 +37,20 @@ def run_prompts(
     """Run left-padded prompts densely, or take a kept pass. Reread them if the method asks for it.
 
     ids, real: [batch, prompt]. keep: takes every layer, as they come or after the second reading,
-    with the layer's inputs where the method needs them. Returns final hidden states of the dense
-    pass [batch, prompt, hidden_size].
+    with the layer's inputs where the method needs them, which no kept pass has. Returns final
+    hidden states of the dense pass [batch, prompt, hidden_size].
     """
-    needs_inputs = method.needs_inputs
+    if method.needs_inputs:
+        return dense_pass(attached, ids, real, model_cache, keep, needs_inputs=True)
     passes = planned(attached, method, ids, real) if method.rereads_prompt else []
-    shared = shared_prompt(attached, ids, real, needs_inputs=needs_inputs)
+    shared = shared_prompt(attached, ids, real)
     if shared is not None:
         prompt, hidden = shared
         model_cache.num_columns = ids.shape[1]  # as after a pass
     elif method.rereads_prompt:
         prompt, hidden = held_prompt(attached, ids, real, model_cache)
     else:
-        return dense_pass(attached, ids, real, model_cache, keep, needs_inputs=needs_inputs)
+        return dense_pass(attached, ids, real, model_cache, keep)
     if method.rereads_prompt:
         read_again(attached, method, state, prompt, passes)
     prompt.hand_to(keep)
@@ -99,17 +99,11 @@ def read_again(
     prompt: PrefilledPrompt,
     passes: Sequence[Pass],
 ) -> None:
-    """Run the `planned` passes after a prompt, and give the state its score of each token. Raises
-    UserError where the method needs an output projection that cannot be read."""
-    if state is not None:
-        score = _score(attached, method, prompt, passes)
-        state.take_scores(score, PromptRows(prompt.real, prompt.real.shape[1]))
-
-
-def _score(
-    attached: Attached, method: Method, prompt: PrefilledPrompt, passes: Sequence[Pass]
-) -> dict[int, Tensor]:
-    """The score of each token by layer under the method, fp32 [batch, num_kv_heads, prompt]."""
+    """Run the `planned` passes after a prompt, and give the state the score of each token by layer
+    under the method, fp32 [batch, num_kv_heads, prompt]. Raises UserError where the method needs an
+    output projection that cannot be read."""
+    if state is None:
+        return
     batch, num_columns = prompt.real.shape
     shape = batch, attached.geometry.num_kv_heads, num_columns
     score = {}
@@ -126,7 +120,7 @@ def _score(
         chunk = slice(first + repetition.chunk.start, first + repetition.chunk.stop)
         for number, found in handler.score.items():
             score[number][at, :, chunk] = found
-    return score
+    state.take_scores(score, PromptRows(prompt.real, num_columns))
 
 
 def held_bytes(attached: Attached, num_tokens: int) -> int:

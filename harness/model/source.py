@@ -7,15 +7,13 @@ without asking the hub: a repeated run is the same and needs no network. Downloa
 progress bars, and the list of a revision's files are the hub client's.
 
 Weights are safetensors, chosen as transformers does. Pickled weights could run code, and are never
-read. A GGUF is converted once to fp32 safetensors, which load many times faster and compute the
-very same logits.
+read. A GGUF is converted once (`harness.model.gguf_copy`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,14 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError, one_line, reason, refused
-from harness.files import cache_dir, file_sha256
-from harness.model.gguf_metadata import (
-    follow_metadata,
-    read_metadata,
-    require_all_weights,
-    with_metadata,
-)
-from harness.model.shape import require_room
+from harness.files import file_sha256
+from harness.model.gguf_copy import converted
 from harness.settings.config import ModelConfig
 
 PACKAGED_NAME = "smollm2-135m"
@@ -50,7 +42,6 @@ WEIGHT_FILES = "model*.safetensors"
 """As transformers names them; a repository may hold other formats."""
 FOLDERS = "*/*"  # they hold the same model for other programs
 CONVERT = "https://huggingface.co/spaces/safetensors/convert"
-COPY_FORMAT = 3  # raise it when the content of a converted GGUF changes
 
 
 def folder(config: ModelConfig, *, weights: bool = True) -> Path:
@@ -169,79 +160,6 @@ def weight_files(directory: Path) -> list[Path]:
                 f"{directory}: its weights lie in {name}, no {SUFFIX} file that is here"
             )
     return [directory / name for name in names]
-
-
-# GGUF
-
-
-def copies_dir() -> Path:
-    """The folder of all GGUFs' fp32 copies."""
-    return cache_dir() / "gguf"
-
-
-def converted(gguf: Path) -> Path:
-    """The folder with a GGUF's fp32 copy (config, safetensors, tokenizer), made where missing.
-
-    It lies in `cache_dir()`/gguf under the GGUF's sha256, moved there whole, and may be deleted at
-    any time. Raises UserError where the GGUF is damaged or truncated, or the cache cannot be
-    written.
-    """
-    from filelock import FileLock
-
-    copies = copies_dir()
-    directory = copies / f"{file_sha256(gguf)[:32]}-{COPY_FORMAT}"
-    scratch = copies / "converting"
-    if directory.is_dir():
-        return directory
-    with writing_cache():
-        copies.mkdir(parents=True, exist_ok=True)
-        with FileLock(copies.with_suffix(".lock")):
-            shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
-            if not directory.is_dir():  # another process may have been faster
-                doing = f"converting once to float32 safetensors in {directory}"
-                print(f"{gguf.name}: {doing}", file=sys.stderr)
-                _convert(gguf, scratch)
-                scratch.rename(directory)
-    return directory
-
-
-@contextmanager
-def writing_cache() -> Iterator[None]:
-    """Raise UserError where the `with` block cannot write to `cache_dir()`."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"the cache {cache_dir()} cannot be written ({one_line(error)}); set KV_HARNESS_CACHE "
-            "to a folder with room"
-        ) from error
-
-
-def _convert(gguf: Path, target: Path) -> None:
-    """Write config, fp32 weights and tokenizer of `gguf` to the new folder `target`."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    origin = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    why = "damaged or truncated GGUF, or one that transformers cannot read; fetch the file again"
-    with refused(f"{gguf}: {why}"):
-        metadata = read_metadata(gguf)
-        described = with_metadata(AutoConfig.from_pretrained(**origin), metadata)
-        tokenizer = AutoTokenizer.from_pretrained(**origin)
-        follow_metadata(tokenizer, metadata)
-        require_room(f"{gguf}, converted", described, torch.float32, torch.device("cpu"))
-        model = AutoModelForCausalLM.from_pretrained(
-            **origin, config=described, dtype=torch.float32
-        )
-    require_all_weights(model, metadata)
-    if len(metadata.ends) > 1:
-        model.generation_config.eos_token_id = metadata.ends
-    model.hf_quantizer = None  # the weights are plain ones now, which save_pretrained would refuse
-    del model.config.quantization_config
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
 
 
 # The hub

@@ -84,7 +84,7 @@ class Layer:
     queries by its own `scaling` and passes a scale of 1; while attached it multiplies by 1, as
     methods get queries before the scale. unused: submodules that the query does not depend on, and
     the size of their output. query_modules: the submodules that it depends on. output_factor: see
-    `harness.model.output_projection`; None until it is asked for. is_output_plain: its output is
+    `harness.model.decoder`; None until it is asked for. is_output_plain: its output is
     known to be a projection alone.
     """
 

@@ -24,10 +24,9 @@ from harness.files import cache_dir
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.attention import ROWS, SCORES_PER_CHUNK
-from harness.model.calibration import cached_calibration
-from harness.model.dense_prompts import LayerPrompt
 from harness.model.load import LoadedModel, model_config
-from harness.model.prompts import PromptPass
+from harness.model.passes import LayerPrompt
+from harness.model.prompts import PromptPass, cached_calibration
 from harness.model.shape import FFN_MATRICES, WEIGHT_BYTES, count_weights
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome

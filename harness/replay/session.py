@@ -26,7 +26,7 @@ from harness.decode.gpu_cache import GpuCache, rooms
 from harness.decode.session import LiveSession
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats, codec_of_cache, resident_share
-from harness.model.dense_prompts import LayerPrompt
+from harness.model.passes import LayerPrompt
 from harness.model.policies import new_state, policies_of, require_layers, take_prompt
 from harness.model.rereading import run_prompts
 from harness.replay.decode_pass import DecodePass

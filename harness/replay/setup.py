@@ -16,8 +16,8 @@ from harness.errors import UserError, line_of
 from harness.files import cache_dir
 from harness.model.attached import Attached
 from harness.model.budgets import TOLERANCE, with_budget_as_stored
-from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
+from harness.model.prompts import cached_calibration
 from harness.replay.session import Setup
 from harness.settings.codecs import codec_named, is_float, is_integer, layer_formats
 from harness.settings.config import RunConfig

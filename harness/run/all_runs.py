@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from harness.errors import UserError, describe, is_users
 from harness.files import HeldError, holding
-from harness.model.resources import Resources
+from harness.model.load import Resources
 from harness.run import kinds, runner
 from harness.run.runner import Run, fail, is_held, relabel, require_devices
 from harness.scoring.progress import bar

@@ -18,7 +18,7 @@ import yaml
 
 from harness.errors import BUG, STOPPED, USERS, UserError, one_line
 from harness.files import holding
-from harness.model.resources import Resources
+from harness.model.load import Resources
 from harness.results.record import jsonable
 from harness.run import kinds, runner
 from harness.run.all_runs import run_all

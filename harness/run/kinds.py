@@ -11,8 +11,7 @@ from functools import partial
 from harness.data.text import named_text
 from harness.errors import UserError
 from harness.files import text_sha256
-from harness.model.load import max_length_of, model_config
-from harness.model.resources import Resources
+from harness.model.load import Resources, max_length_of, model_config
 from harness.results import inputs
 from harness.scoring.progress import say
 from harness.settings.config import RunConfig

@@ -21,7 +21,7 @@ from typing import Any
 
 from harness.errors import UserError, describe, printable
 from harness.files import HeldError, holding, stated_memory
-from harness.model.resources import Resources
+from harness.model.load import Resources
 from harness.results import environment, inputs
 from harness.results import record as records
 from harness.results.metrics import BUDGET, DEVICE_FRAC, TOKENS_EVICTED

@@ -30,9 +30,8 @@ from harness.errors import UserError
 from harness.files import available_bytes
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats
-from harness.model.generation import GenerationRule
+from harness.model.generation import Draft, GenerationRule, write
 from harness.model.prompts import kept_bytes, prompt_bytes
-from harness.model.sampling import Draft, write
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.settings.task_config import GREEDY, Sampling

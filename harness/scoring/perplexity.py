@@ -29,10 +29,8 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.budgets import ReadStats
-from harness.model.generation import ENDLESS, GenerationRule
-from harness.model.load import LoadedModel
-from harness.model.resources import Memo
-from harness.model.sampling import Draft, write
+from harness.model.generation import ENDLESS, Draft, GenerationRule, write
+from harness.model.load import LoadedModel, Memo
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup, prepare
 from harness.results.metrics import ATTENTION_ERROR, ATTENTION_ERROR_P95

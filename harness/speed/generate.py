@@ -29,9 +29,8 @@ from harness.data.text import prompt_ids
 from harness.decode.session import LiveSession, generate
 from harness.decode.weights import StreamedWeights, streamed_weights
 from harness.errors import UserError, printable
-from harness.model.generation import ENDLESS, GenerationRule, Settings
+from harness.model.generation import ENDLESS, Draft, GenerationRule, Settings
 from harness.model.load import LoadedModel
-from harness.model.sampling import Draft
 from harness.results.metrics import MISSING
 from harness.results.step_stats import StepStats, stats_of
 from harness.settings.config import RunConfig

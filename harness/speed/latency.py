@@ -42,9 +42,9 @@ from harness.decode.needs import Plan, sizes_of
 from harness.errors import UserError
 from harness.files import available_bytes, available_memory
 from harness.model.attached import Attached
-from harness.model.load import LoadedModel
+from harness.model.load import LoadedModel, Memo
+from harness.model.passes import LayerPrompt
 from harness.model.prompts import kept_bytes, prompt_bytes
-from harness.model.resources import Memo
 from harness.replay.setup import Setup
 from harness.settings.config import LatencyConfig, RunConfig
 from harness.settings.kinds import Outcome
@@ -288,8 +288,10 @@ def _repeated(shared: SharedPrompt, batch: int, repeats: int) -> SharedPrompt:
     prompt = shared.prompt
     layers = []
     for layer in prompt.layers:
-        of_batch = [tensor.expand(batch, *tensor.shape[1:]) for tensor in layer.tensors()]
-        layers.append(layer.with_tensors(of_batch))
+        query = layer.query.expand(batch, -1, -1, -1)
+        key = layer.key.expand(batch, -1, -1, -1)
+        value = layer.value.expand(batch, -1, -1, -1)
+        layers.append(LayerPrompt(query, key, value))
     repeated = replace(
         prompt,
         ids=prompt.ids.expand(batch, -1),

@@ -59,8 +59,7 @@ from harness.decode.session import LiveSession
 from harness.decode.timeline import SEGMENTS, Timeline
 from harness.decode.weights import StreamedWeights, streamed_weights
 from harness.model.attached import Attached
-from harness.model.dense_prompts import PrefilledPrompt
-from harness.model.passes import launching_on
+from harness.model.passes import PrefilledPrompt, launching_on
 from harness.model.prompts import run_prompt
 from harness.replay.session import Setup
 from harness.results.step_stats import deviation, ratio, times_of

@@ -21,13 +21,13 @@ from harness.checks.families import tiny_family
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.prompts import run_prompt
-from harness.model.tiny import tiny_model
 from harness.replay.session import Setup
 from methods.full import Full
 from tests.cases import CASES, Case
 from tests.conftest import refused, tiny
 from tests.living import PROMPT, PROMPTS, attached_with_link, open_live, replay_ids, setup_of, token_batch
 from tests.replaying import open_session
+from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
 NEW = 6

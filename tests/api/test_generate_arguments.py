@@ -25,10 +25,10 @@ from harness.api.cached_model import CachedModel
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.generation import GenerationRule
-from harness.model.tiny import tiny_model
 from harness.replay.session import Setup
 from harness.settings.task_config import GREEDY
 from methods.full import Full
+from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -26,11 +26,8 @@ from harness.api.cached_model import CachedModel
 from harness.api.method_lm import MethodLM
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.generation import ENDLESS, GenerationRule
-from harness.model.load import from_memory
-from harness.model.resources import Resources
-from harness.model.sampling import Draft
-from harness.model.tiny import tiny_model
+from harness.model.generation import ENDLESS, Draft, GenerationRule
+from harness.model.load import Resources, from_memory
 from harness.replay.session import Setup
 from harness.run.compose import load
 from harness.run.runner import Run
@@ -39,6 +36,7 @@ from harness.settings.config import RunConfig
 from harness.settings.task_config import GREEDY, Sampling
 from harness.speed.generate import Generated, run_generate
 from methods.full import Full
+from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -16,7 +16,7 @@ import harness
 from harness.errors import UserError
 from harness.model import prompts
 from harness.model.attach import digest_of
-from harness.model.dense_prompts import DensePrompts
+from harness.model.passes import DensePrompts
 from harness.results.record import read_all
 from harness.run.cli import main
 from tests.conftest import refused

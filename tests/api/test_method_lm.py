@@ -14,11 +14,11 @@ from lm_eval.tasks import TaskManager
 import harness
 from harness.api import method_lm
 from harness.errors import UserError
-from harness.model.tiny import tiny_model
 from harness.results import inputs
 from harness.results.record import read_all
 from harness.run.compose import load
 from tests.conftest import refused
+from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
 CHOICE: dict[str, Any] = {

@@ -12,7 +12,7 @@ import torch
 from benchmarks import gpu
 from harness.decode import memory as pinned
 from harness.decode.memory import Tuning
-from harness.model.resources import Resources
+from harness.model.load import Resources
 from harness.results.record import read_record
 from harness.run import runner
 from harness.run.all_runs import run_apart

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.peer_process import Peer, PeerError, Timed, Took
-from harness.model.tiny import tiny_model
+from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
 SIZES = peers.Sizes(

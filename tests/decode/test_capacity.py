@@ -14,11 +14,9 @@ from harness.decode.memory import GIB
 from harness.decode.needs import Plan, sizes_of
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.load import LoadedModel
+from harness.model.load import LoadedModel, RandomIds
 from harness.model.prompts import run_prompt
-from harness.model.random_ids import RandomIds
 from harness.model.shape import ModelShape
-from harness.model.tiny import tiny_model
 from harness.paper.costmodel import step as modelled
 from harness.paper.costmodel.predict import Efficiency, Platform
 from harness.run.advise import modelled as modelled_run
@@ -36,6 +34,7 @@ from tests.cases import CASES
 from tests.decode.test_needs import prompts_of
 from tests.living import PROMPT, attached_with_link, calibration_of, open_live, tiny
 from tests.runs import reading, rows_at, tiny_loaded
+from tests.tiny_models import tiny_model
 
 EXACT = Efficiency(1.0, 1.0, 1.0)
 SHAPE = ModelShape("tiny", 4, 64, 4, 2, 16, 128, 3, 256, 1)

@@ -18,8 +18,7 @@ from torch import Tensor
 from harness.decode import memory as managed
 from harness.decode.links import CudaLink
 from harness.decode.session import LiveSession
-from harness.model import output_projection
-from harness.model.tiny import tiny_model
+from harness.model import decoder
 from harness.replay.setup import codec_of
 from harness.run.advise import KNOWN
 from harness.run.compose import load
@@ -35,6 +34,7 @@ from methods.infinigen_pool import InfiniGenPool
 from tests.cases import CASES, WIDE
 from tests.fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
 from tests.living import PROMPTS
+from tests.tiny_models import tiny_model
 
 pytest.importorskip("triton")
 from methods import infinigen2, kernels
@@ -47,7 +47,7 @@ def gpu(monkeypatch) -> Iterator[Trace]:
     """A fake GPU whose memory may be managed."""
     monkeypatch.setattr(managed, "require_managed", lambda num_bytes, device: None)
     # The check of an output projection waits, once for a layer of a model.
-    monkeypatch.setattr(output_projection, "_require_plain", lambda *_: None)
+    monkeypatch.setattr(decoder, "_require_plain", lambda *_: None)
     # Eigenvectors come from the host's threads: a prompt waits for them, once a layer.
     monkeypatch.setattr(infinigen2, "eigenvectors", lambda matrices: torch.linalg.eigh(matrices).eigenvectors)
     monkeypatch.setattr(

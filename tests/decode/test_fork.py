@@ -13,7 +13,7 @@ from harness.model.attach import attach
 from tests.cases import CASES, WIDE
 from tests.conftest import tiny
 from tests.living import PROMPTS, LatestLink, open_live, token_batch
-from tests.mixed_models import mixed
+from tests.tiny_models import mixed
 
 ROOM = 14
 TEXTS = ((3, 9, 20, 4, 8), (11, 2), (9, 7, 7, 40, 1, 12))

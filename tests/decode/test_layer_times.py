@@ -12,15 +12,15 @@ from harness.checks.two_ways import Trial
 from harness.decode.links import EmulatedLink
 from harness.decode.session import LiveSession
 from harness.model.attach import attach
-from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
+from harness.model.prompts import calibrate
 from methods.full import Full
 from methods.infinigen import InfiniGen
 from methods.kascade import Kascade
 from methods.quest import Quest
 from tests.cases import Case, Following
 from tests.living import PROMPTS, attached_with_link, setup_of, tiny
-from tests.mixed_models import mixed
+from tests.tiny_models import mixed
 
 SHARED = {
     "kept": Kascade(budget=0.3, min_tokens=1, anchors=(), dense_layers=2),

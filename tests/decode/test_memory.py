@@ -28,10 +28,8 @@ from harness.decode.memory import (
 from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.load import LoadedModel
+from harness.model.load import LoadedModel, RandomIds
 from harness.model.prompts import prompt_bytes, run_prompt
-from harness.model.random_ids import RandomIds
-from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.run.compose import load
 from harness.settings.codecs import codec_named
@@ -44,6 +42,7 @@ from tests.cases import CASES
 from tests.decode.test_fake_cuda import opened, system_of
 from tests.fake_cuda import CUDA, LIBC10, fake_gpu, fake_model, fake_runtime
 from tests.living import CPU, PROMPTS, attached_with_link, calibration_of, force, live, open_live, tiny, token_batch
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from harness.decode.timeline import Timeline
 from harness.decode.weights import StreamedWeights, streamed_weights
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.tiny import tiny_model
 from tests.cases import CASES
 from tests.fake_cuda import fake_runtime
 from tests.living import FAMILIES, PROMPTS, STEPS, LatestLink, live, tiny
+from tests.tiny_models import tiny_model
 
 FAST = 1e12  # bytes/s: costs nothing
 PADDED = PROMPTS["padded"]

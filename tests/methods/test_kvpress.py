@@ -15,7 +15,6 @@ from harness.checks.two_ways import Trial
 from harness.model import prompts as prompt_pass
 from harness.model.attach import attach
 from harness.model.prompts import run_prompt
-from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
 from harness.results.record import plain
 from harness.run.cli import main
@@ -33,6 +32,7 @@ from tests.conftest import tiny
 from tests.living import replay, token_batch
 from tests.replaying import watched
 from tests.runs import refusal_of
+from tests.tiny_models import tiny_model
 
 needs_kvpress = pytest.mark.skipif(
     importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {kvpress.INSTALL}"

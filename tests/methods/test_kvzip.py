@@ -10,10 +10,9 @@ import torch
 
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.model.decoder import output_factor
 from harness.model.load import LoadedModel
-from harness.model.output_projection import output_factor
 from harness.model.prompts import PromptPass
-from harness.model.tiny import tiny_ids
 from harness.replay.setup import tokenized
 from methods.base import Geometry, Lengths
 from methods.kvzip import KVzip
@@ -21,6 +20,7 @@ from tests.cases import ASKED, Case
 from tests.living import tiny
 from tests.reference import softmax
 from tests.replaying import PROMPT, attention_of, open_session, pad, token_ids
+from tests.tiny_models import tiny_ids
 from tests.tokens import byte_tokenizer
 
 PROMPTS = (PROMPT, 11, 14)
@@ -46,7 +46,7 @@ def states_of(attached, ids: list[int]) -> tuple[list[list[torch.Tensor]], list[
 
     modules = [attention_of(attached.model, layer) for layer in range(attached.geometry.num_layers)]
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
-    keep = PromptPass(attached, keep=lambda _, prompt: seen.append([each[0].double() for each in prompt.tensors()]))
+    keep = PromptPass(attached, keep=lambda _, prompt: seen.append([each[0].double() for each in prompt[:3]]))
     attached.forward(torch.tensor([ids]), torch.arange(len(ids))[None], keep)
     for hook in hooks:
         hook.remove()

@@ -10,7 +10,6 @@ import torch
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.tiny import tiny_model
 from methods.base import Geometry
 from methods.capkv import CapKV
 from methods.criticalkv import CriticalKV
@@ -21,6 +20,7 @@ from tests.living import tiny
 from tests.methods.test_rules import Read, Sequence, check_rule, pyramid_shares, rope, shared_counts, snapkv
 from tests.reference import softmax
 from tests.replaying import PROMPT, attention_of, open_session, token_ids
+from tests.tiny_models import tiny_model
 
 METHODS = {
     "critical": CriticalKV(budget=0.7, window=3, kernel=3),

@@ -401,7 +401,7 @@ def test_a_methods_mistake_is_found(mistake, capsys):
     body, expected = MISTAKES[mistake]
     write(HEAD + RETRIEVING.replace("{body}", body))
     lines, error = failed(AS_METHOD, capsys)
-    assert re.fullmatch(r"error: method=mine: \d of 7 checks failed on Gemma 2 \w+; no other batch .*\n", error)
+    assert re.fullmatch(r"error: method=mine: \d of 7 checks failed on gemma2 \w+; no other batch .*\n", error)
     assert is_said(expected, lines), lines
 
 
@@ -409,7 +409,7 @@ def test_a_methods_mistake_is_found(mistake, capsys):
 def test_a_method_that_misstates_its_budget_fails_that_check_alone(capsys):
     write(METHOD + "    def tokens_read(self, row, layer): return super().tokens_read(row, layer) - 1\n")
     lines, error = failed(AS_METHOD, capsys)
-    assert error.startswith("error: method=mine: 1 of 7 checks failed on Gemma 2 even; ")
+    assert error.startswith("error: method=mine: 1 of 7 checks failed on gemma2 even; ")
     assert re.search("the budget is its closed form: budget is .*; by tokens_read it is ", *lines)
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from harness.model.attach import attach
-from harness.model.calibration import calibrate
 from harness.model.policies import new_state
-from harness.model.tiny import tiny_model
+from harness.model.prompts import calibrate
 from methods.base import Lengths
 from methods.triattention import TriAttention, magnitude, planes, turned
 from tests.conftest import tiny
 from tests.replaying import calibrated, token_ids
+from tests.tiny_models import tiny_model
 
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MODELS = {

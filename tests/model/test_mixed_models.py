@@ -16,8 +16,8 @@ from methods.full import Full
 from methods.h2o import H2O
 from tests.cases import CASES, Case
 from tests.living import PROMPT, STEPS, Crossed, force, open_live
-from tests.mixed_models import LOCAL, MIXED, WINDOW, mixed
 from tests.replaying import assert_close, open_session, pad, run_one, run_ragged, token_ids
+from tests.tiny_models import LOCAL, MIXED, WINDOW, mixed
 
 every_model = pytest.mark.parametrize("name", MIXED)
 local_models = pytest.mark.parametrize("name", LOCAL)

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from harness.model.tiny import tiny_model
 from harness.run.cli import main
 from harness.scoring import perplexity
+from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
 LENGTHS = "prefill_len=32 seq_len=64 num_windows=2 max_new_tokens=4"

@@ -6,14 +6,13 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-import torch
 
 import harness
 from harness.data.text import RANDOM_WORDS, named_text
 from harness.errors import UserError
-from harness.model.random_ids import RandomIds
-from harness.model.tiny import VOCAB_SIZE, tiny_model
+from harness.model.load import RandomIds
 from harness.run.cli import main
+from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.tokens import byte_tokenizer
 
 LENGTHS = ["num_windows=2", "seq_len=96", "prefill_len=32", "calibration.num_tokens=64", "platform.link_gbps=1"]
@@ -74,13 +73,6 @@ def test_generated_texts_are_ids(folder, capsys):
     assert main(["experiment=long_decode", "sweep=null", "max_new_tokens=4", *settings(folder)]) == 0
     prompt = record("long_decode")["samples"]["prompts"][0]
     assert prompt["text"] == " ".join(map(str, prompt["tokens"]))
-
-
-def test_attach_calibrates_on_random_ids(folder):
-    model = harness.load(str(folder), **{"model.weights": "random", "calibration.num_tokens": 64})
-    with harness.attach(model, method="infinigen") as cached:
-        output = cached.generate(torch.arange(3, 35)[None], max_new_tokens=4, do_sample=False)
-    assert output.shape == (1, 36)
 
 
 REFUSED = {

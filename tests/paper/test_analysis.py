@@ -14,12 +14,10 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.attention import dense_attention
-from harness.model.calibration import calibrate
-from harness.model.load import LoadedModel
+from harness.model.load import LoadedModel, Resources
 from harness.model.passes import Handler
-from harness.model.resources import Resources
+from harness.model.prompts import calibrate
 from harness.model.shape import as_config
-from harness.model.tiny import MAX_LENGTH, tiny_model
 from harness.paper import analysis
 from harness.paper.analysis import kv_bytes, run_analysis, run_memory
 from harness.run.cli import main
@@ -29,6 +27,7 @@ from methods.attention import Softmax
 from methods.infinigen import InfiniGen
 from tests.living import tiny
 from tests.runs import letters, refusal_of, start
+from tests.tiny_models import MAX_LENGTH, tiny_model
 from tests.tokens import ByteTokenizer
 
 NUM_TOKENS = 60

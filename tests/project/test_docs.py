@@ -25,12 +25,12 @@ from lm_eval._cli import HarnessCLI
 
 import harness
 from docs import methods_page
-from harness.model.tiny import tiny_model
 from harness.results import lost
 from harness.run.cli import main
 from harness.run.compose import compose, load
 from harness.run.sweep import is_sweep
 from methods.base import Method, State, TokenCounts
+from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

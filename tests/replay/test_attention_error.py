@@ -13,8 +13,8 @@ from harness.replay.decode_pass import DecodePass
 from methods.attention import Softmax
 from tests.cases import CASES, Case
 from tests.living import tiny
-from tests.mixed_models import mixed
 from tests.replaying import PROMPT, RAGGED, RAGGED_IDS, open_session, pad, run, token_ids, watched
+from tests.tiny_models import mixed
 
 NEEDS_PROMPT = 12
 MEASURED = (

@@ -13,8 +13,8 @@ from harness.results.columns import read_frame
 from harness.results.metrics import OF_SOME_RUNS
 from harness.run.cli import main
 from tests.living import tiny
-from tests.mixed_models import WINDOW, mixed
 from tests.runs import reading
+from tests.tiny_models import WINDOW, mixed
 from tests.tokens import byte_tokenizer
 
 SEQ_LEN, PREFILL_LEN = 100, 40

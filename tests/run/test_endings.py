@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from harness import errors
 from harness.errors import UserError
-from harness.model import calibration
+from harness.model import prompts
 from harness.results.record import read_all
 from harness.run.cli import main
 from tests.methods.test_own_files import EVICTING, SHORT
@@ -36,7 +36,7 @@ def test_a_full_cache_names_its_folder_and_what_moves_it(error, own_folder, monk
         raise error
 
     texts = reading(monkeypatch, own_folder, tiny_loaded())
-    monkeypatch.setattr(calibration, "save_file", full)
+    monkeypatch.setattr(prompts, "save_file", full)
     assert main(["method=infinigen", *texts, *SHORT]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"the cache {own_folder}/cache cannot be written" in line

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
-from harness.model.resources import Resources
+from harness.model.load import Resources
 from harness.run import all_runs, runner
 from harness.run.compose import load
 from harness.run.runner import Run, run

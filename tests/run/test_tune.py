@@ -11,7 +11,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from harness.errors import UserError
-from harness.model.tiny import tiny_model
 from harness.results import board
 from harness.results.board import ORACLES
 from harness.results.columns import read_frame
@@ -24,6 +23,7 @@ from harness.settings.own_method import shipped
 from harness.settings.schema import options
 from tests.methods.test_own_files import CODEC
 from tests.runs import letters, rows_at
+from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,10 +7,10 @@ import harness
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import attach
 from harness.model.attached import Attached
-from harness.model.tiny import tiny_model
 from harness.scoring.evaluation import run_turns
 from harness.scoring.perplexity import run_perplexity
 from harness.speed.latency import run_latency
+from tests.tiny_models import tiny_model
 from tests.tokens import framing_tokenizer, starting_tokenizer
 
 SHORT = {"seq_len": 96, "prefill_len": 32, "calibration.num_tokens": 64, "platform.link_gbps": 1, "num_windows": 2}

@@ -17,10 +17,8 @@ from harness.decode.links import open_link
 from harness.errors import UserError
 from harness.model import load as models
 from harness.model.attach import attach
-from harness.model.calibration import calibrate
-from harness.model.load import LoadedModel
-from harness.model.random_ids import RandomIds
-from harness.model.resources import Resources
+from harness.model.load import LoadedModel, RandomIds, Resources
+from harness.model.prompts import calibrate
 from harness.replay.setup import Setup
 from harness.results.columns import TABLES
 from harness.results.metrics import LARGEST, OF_DISK, UNMET_BUDGET
