@@ -164,9 +164,8 @@ class StepGraphs:
         memory is collected, which may wait for the device."""
         session = self.session
         timeline, session.timeline = session.timeline, Timeline(session.attached.device)
-        uses = [link.uses for link in session.links]
-        for link in session.links:
-            link.uses = ()
+        if session.link is not None:
+            uses, session.link.uses = session.link.uses, ()
         was_collecting = gc.isenabled()
         gc.disable()
         try:
@@ -175,8 +174,8 @@ class StepGraphs:
             if was_collecting:
                 gc.enable()
             session.timeline = timeline
-            for link, of_link in zip(session.links, uses, strict=True):
-                link.uses = of_link
+            if session.link is not None:
+                session.link.uses = uses
 
 
 def _fetching(session: LiveSession) -> list[LayerCache]:

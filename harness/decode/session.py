@@ -9,7 +9,7 @@ page on which a step can be read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from itertools import pairwise
 from typing import Any
@@ -24,8 +24,8 @@ from harness.decode.disk import BLOCK_BYTES, DiskFile
 from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
 from harness.decode.graphs import StepGraphs
 from harness.decode.links import DiskLink, Link, LinkUse
-from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
-from harness.decode.needs import Plan, sizes_of
+from harness.decode.memory import DEFAULT_TUNING, PinnedSlab
+from harness.decode.needs import Needs, Plan, sizes_of
 from harness.decode.reads import StepReads
 from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
 from harness.decode.share import DeviceShare, RowCount, TokenBatch, Traffic
@@ -55,21 +55,23 @@ class LiveSession:
     cached rows in the layers under the method; None stores them as they are. placement: where the
     cache lies. link: moves the rows of host memory or a disk. gpu_cache: rows of the GPU cache in
     each layer and KV head, as a multiple of what a step reads at most; 0, or 1 and more. pinned:
-    host memory is page-locked under CUDA, so that transfers can overlap. slabs: page-locked memory
-    by device, for sessions one after another, as locking takes seconds: a session takes the slab
-    that it finds and leaves its own, and the caller closes them. timeline: marks the segments of
+    host memory is page-locked under CUDA, so that transfers can overlap. slabs: at most one, for
+    sessions one after another, as locking takes seconds: a session takes the slab that it finds and
+    leaves its own, and the caller closes it. timeline: marks the segments of
     each step. bucket: as in `TokenBatch`, where nothing speaks against it (`why_eager`). graphs:
     with a bucket, steps are recorded and replayed (`StepGraphs`). Raises ValueError for
     combinations without meaning.
 
     Set by the prompt: share: what its layers share. caches: of each attention layer; stores: of
     those that see every token; parts: the layers that request a part of the dense layers' rows.
-    reads: what the steps read on the device. traffic: what crossed the link. bytes_needed: memory
-    that was asked for; activations: the part of it that a pass takes.
-    link_uses: how busy the link was, if there is one, from the end of the prompt to that of the
-    last step.
+    reads: what the steps read on the device. traffic: what crossed the link. needs: memory that was
+    asked for.
+    link_use: how busy the link was, if there is one, from the end of the prompt to that of the last
+    step.
     clock: when the prompt and each step ended. is_fork: see `fork`.
     """
+
+    needs: Needs
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class LiveSession:
         calibration: Calibration | None = None,
         gpu_cache: float = 0,
         pinned: bool = True,
-        slabs: MutableMapping[torch.device, PinnedSlab] | None = None,
+        slabs: list[PinnedSlab] | None = None,
         timeline: Timeline | None = None,
         bucket: int = 0,
         graphs: bool = False,
@@ -111,8 +113,7 @@ class LiveSession:
             log.warning("decode steps run by Python, not as CUDA graphs: %s", why_eager)
         self.bucket = 0 if why_eager else bucket
         self.graphs = StepGraphs(self) if self.bucket and graphs else None
-        self.leaves_slabs = slabs is not None
-        self.slabs = {} if slabs is None else slabs
+        self.slabs = slabs
         self.timeline = timeline or Timeline(attached.device)
         self._share: DeviceShare | None = None
         self.traffic = Traffic()
@@ -121,10 +122,8 @@ class LiveSession:
         self.parts: dict[LayerCache, AheadPart] = {}
         self.reads = StepReads(attached, method, self.codec)
         self.clock = StepClock(attached.device)
-        self.link_uses: list[LinkUse] = []
+        self.link_use: LinkUse | None = None
         self.model_cache = attached.new_cache()
-        self.bytes_needed = SessionBytes(0, 0)
-        self.activations = 0
         self.is_fork = False
         self._prompt_rows: dict[KVStore, Tensor] = {}
 
@@ -176,8 +175,8 @@ class LiveSession:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: all of them have been decoded")
         logits = self.run_step(ids) if self.graphs is None else self.graphs.step(ids)
         self.clock.mark()
-        for use in self.link_uses:
-            use.mark()
+        if self.link_use is not None:
+            self.link_use.mark()
         return logits
 
     @property
@@ -228,13 +227,11 @@ class LiveSession:
         if self.placement == "disk":
             raise ValueError("placement=disk: a session is not forked there")
         self._bring_back_prompt()
-        for use in self.link_uses:  # each fork has its own
-            use.close()
         child = copy(self)
         child.is_fork = True
         child.traffic = Traffic()
         # What both have. All else that hangs on the caches is copied.
-        shared: list[Any] = [self.method, *self.policies, *self.links]
+        shared: list[Any] = [self.method, *self.policies, self.link]
         for store in self.stores:
             shared += [store, store.codec]
         shared += [*self.share.buffers, self.share.home]
@@ -250,7 +247,9 @@ class LiveSession:
         child.reads = StepReads(self.attached, self.method, self.codec)
         child.reads.slot_bytes = self.reads.slot_bytes
         child.clock = StepClock(self.attached.device)
-        child.link_uses = [link.open_use() for link in self.links]
+        if self.link is not None and self.link_use is not None:
+            self.link_use.close()  # each fork has its own
+            child.link_use = self.link.open_use()
         child.graphs = None if self.graphs is None else StepGraphs(child)
         return child
 
@@ -272,8 +271,8 @@ class LiveSession:
         """A further prompt of `num_rows` rows begins now, which decode steps append. The clock and
         the links' times are its own from here on; all counts go on."""
         self.clock.begin_prompt(num_rows)
-        for use in self.link_uses:
-            use.begin()
+        if self.link_use is not None:
+            self.link_use.begin()
 
     def why_eager(self) -> str | None:
         """Why no decode step can be replayed in place of a neighbour, in words; None: one can."""
@@ -305,11 +304,6 @@ class LiveSession:
     def steps(self) -> int:
         """Steps decoded."""
         return self.batch.steps
-
-    @property
-    def links(self) -> list[Link]:
-        """The link; none where the cache lies on the device."""
-        return [] if self.link is None else [self.link]
 
     # What it holds, and what its decode steps have moved and read, in bytes and rows
 
@@ -371,26 +365,26 @@ class LiveSession:
         for cache in self.caches:
             if isinstance(cache, LayerCache) and cache.state is not None:
                 kept += memory.layer_bytes(cache.state, cache.policy.number)
-        self.bytes_needed = self.bytes_needed.plus(SessionBytes(0, kept))
-        most = max(self.device_bytes + self.activations, self.bytes_needed.device)
+        self.needs = self.needs._replace(kept=kept)
+        most = max(self.device_bytes + self.needs.workspace, self.needs.asked)
         memory.require_emulated(most, self.attached.device)
         self.traffic.written = RowCount()
         self.share.under_way.clear()
-        for use in self.link_uses:
-            use.begin()
+        if self.link_use is not None:
+            self.link_use.begin()
 
     def drain(self) -> None:
         """Wait until nothing is under way. Raises the error of a transfer that failed."""
-        for link in self.links:
-            link.drain()
+        if self.link is not None:
+            self.link.drain()
 
     def close(self) -> None:
-        """Free the cache. The links stay open. Raises the error of a transfer that failed."""
+        """Free the cache. The link stays open. Raises the error of a transfer that failed."""
         try:
             self.drain()
         finally:
-            for use in self.link_uses:
-                use.close()
+            if self.link_use is not None:
+                self.link_use.close()
             if self.graphs is not None:
                 self.graphs.close()
             self.caches = []
@@ -409,8 +403,9 @@ class LiveSession:
         if share.home is None:
             return
         with launching_on(self.attached.device):
-            if self.leaves_slabs and isinstance(share.home, PinnedSlab):
+            if self.slabs is not None and isinstance(share.home, PinnedSlab):
                 share.home.empty()
+                self.slabs.append(share.home)
                 share.home = None
             else:
                 share.home.close()
@@ -420,17 +415,18 @@ class LiveSession:
         prompts that pass a layer together; activations: bytes that the pass takes."""
         assert not self.stores, "a session prefills once"
         attached, method = self.attached, self.method
-        self.activations = activations
         attached.require_length(real.shape[1] + self.max_new_tokens)
         attached.require_even(real)
         batch = TokenBatch(real, self.max_new_tokens, self.bucket)
         rooms = self.plan.rooms(batch.counts)
         state = new_state(attached, method, batch.lengths, self.plan.calibration)
         self._share = DeviceShare(attached.device, batch, self.traffic, self.link, rooms, state)
+        needs = self.plan.needs(batch.counts, pass_tokens, with_state=False)
+        self.needs = needs._replace(workspace=activations)
         with launching_on(attached.device):
-            self.caches = self._open_caches(self.share, pass_tokens)
-        for link in self.links:
-            self.link_uses.append(link.open_use())
+            self.caches = self._open_caches(self.share)
+        if self.link is not None:
+            self.link_use = self.link.open_use()
         fetching = [cache for cache in self.caches if isinstance(cache, LayerCache)]
         self.stores = [cache.store for cache in fetching]
         for cache, following in pairwise(fetching):
@@ -439,27 +435,25 @@ class LiveSession:
             if cache.policy.kind == "method":
                 self.reads.slot_bytes[cache.policy.number] = cache.store.slot_bytes
 
-    def _open_caches(self, share: DeviceShare, pass_tokens: int) -> list[LayerCache | LocalCache]:
+    def _open_caches(self, share: DeviceShare) -> list[LayerCache | LocalCache]:
         """Open the caches of the layers. Raises UserError where they do not fit into memory."""
-        plan, lengths, device = self.plan, share.batch.counts, share.device
+        plan, lengths = self.plan, share.batch.counts
         tuning = DEFAULT_TUNING if share.link is None else share.link.tuning
-        layers = range(len(self.attached.layers))
-        stores = plan.stores(lengths, layers, device, tuning)
-        needs = plan.device_needs(layers, stores, lengths, share.rooms, pass_tokens)
-        self._allocate(share, stores, needs._replace(workspace=self.activations).asked)
-        if needs.shared is not None:
+        stores = plan.stores(lengths, share.device, tuning)
+        self._allocate(share, stores)
+        if share.link is not None and stores:
+            largest = plan.shared_buffer(stores, lengths)
             for _ in range(2):
-                share.free.append(share.new_buffer(*needs.shared))
+                share.free.append(share.new_buffer(*largest))
         caches: list[LayerCache | LocalCache] = []
         ahead: list[AheadFetcher] = []
         others: list[LayerCache] = []
-        for layer in layers:
-            policy = plan.policies[layer]
+        for layer, policy in enumerate(plan.policies):
             if layer not in stores:
                 caches.append(LocalCache(policy, share.batch))
                 continue
             store = stores[layer]
-            if layer in needs.ahead:
+            if layer in plan.ahead:
                 ahead.append(AheadFetcher(share, store))
                 caches.append(self._new_cache(policy, ahead[-1]))
                 continue
@@ -472,20 +466,19 @@ class LiveSession:
                 self.parts[cache] = AheadPart(number, len(others), ahead)
         return caches
 
-    def _allocate(
-        self, share: DeviceShare, stores: Mapping[int, KVStore], asked: SessionBytes
-    ) -> None:
+    def _allocate(self, share: DeviceShare, stores: Mapping[int, KVStore]) -> None:
         """Ask for the memory of the layers, allocate the stores, and compile the kernels of
         a step."""
-        self.bytes_needed = self.bytes_needed.plus(asked)
-        memory.require_emulated(self.bytes_needed.device, share.device)
-        slab = self.slabs.get(share.device)
-        if slab is not None and slab.nbytes != asked.host:  # of a session of another size
+        needs = self.needs
+        memory.require_emulated(needs.asked, share.device)
+        slab = self.slabs.pop() if self.slabs else None
+        if slab is not None and slab.nbytes != needs.host:  # of a session of another size
             slab.close()
             slab = None
-        memory.require_session(asked if slab is None else asked._replace(host=0), share.device)
+        host = needs.host if slab is None else 0
+        memory.require_session(host, needs.asked, needs.managed, share.device)
         if self.pinned and stores:
-            share.home = self.slabs[share.device] = slab or PinnedSlab(asked.host)
+            share.home = slab or PinnedSlab(needs.host)
         elif isinstance(share.link, DiskLink):
             blocks = sum(store.nbytes for store in stores.values()) // BLOCK_BYTES
             share.home = share.link.disk.new_file(blocks)

@@ -3,7 +3,7 @@ it.
 
 `platform=cpu`: the device is emulated, and its memory (`platform.device_gib`) is limited for real:
 a session that does not fit beside the weights is refused. The largest batch is found by arithmetic
-(`harness.decode.capacity`). On a CPU host and device are one RAM; the limit counts what would lie
+(`harness.decode.needs`). On a CPU host and device are one RAM; the limit counts what would lie
 on the device. All sequences of a batch are one text, whose dense pass runs once: bytes and time
 depend on lengths, not on words.
 
@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.decode.capacity import Capacity, Wall, points
 from harness.decode.memory import GIB, NoRoomError
-from harness.decode.needs import Plan, sizes_of
+from harness.decode.needs import Capacity, Plan, Wall, points, sizes_of
 from harness.errors import UserError
 from harness.files import available_bytes, available_memory
 from harness.model.attached import Attached
