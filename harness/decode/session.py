@@ -20,7 +20,6 @@ from torch.nn.attention import sdpa_kernel
 
 from harness.decode import memory
 from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
-from harness.decode.disk import BLOCK_BYTES, DiskFile
 from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
 from harness.decode.graphs import StepGraphs
 from harness.decode.links import DiskLink, Link, LinkUse
@@ -234,7 +233,7 @@ class LiveSession:
         shared: list[Any] = [self.method, *self.policies, self.link]
         for store in self.stores:
             shared += [store, store.codec]
-        shared += [*self.share.buffers, self.share.home]
+        shared += [*self.share.buffers, self.share.slab]
         for cache in self.caches:
             if isinstance(cache, ValuesCache):
                 shared += [cache.keys, cache.values]
@@ -309,9 +308,8 @@ class LiveSession:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the file that holds the cache."""
-        home = self.share.home
-        return home.nbytes if isinstance(home, DiskFile) else 0
+        """Bytes of the files that hold the cache."""
+        return sum(store.nbytes for store in self.stores) if self.placement == "disk" else 0
 
     @property
     def rows_read(self) -> float | Tensor:
@@ -352,8 +350,8 @@ class LiveSession:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are page-locked for this session."""
-        home = self.share.home
-        return home.nbytes if isinstance(home, PinnedSlab) else 0
+        slab = self.share.slab
+        return 0 if slab is None else slab.nbytes
 
     # Open and close
 
@@ -400,15 +398,15 @@ class LiveSession:
         for store in self.stores:
             store.free()
         share.buffers, share.free = [], []
-        if share.home is None:
+        if share.slab is None:
             return
         with launching_on(self.attached.device):
-            if self.slabs is not None and isinstance(share.home, PinnedSlab):
-                share.home.empty()
-                self.slabs.append(share.home)
-                share.home = None
+            if self.slabs is None:
+                share.slab.close()
             else:
-                share.home.close()
+                share.slab.empty()
+                self.slabs.append(share.slab)
+                share.slab = None
 
     def _open(self, real: Tensor, pass_tokens: int, activations: int) -> None:
         """Make what decoding needs, after asking whether it fits. pass_tokens: tokens of the
@@ -478,12 +476,9 @@ class LiveSession:
         host = needs.host if slab is None else 0
         memory.require_session(host, needs.asked, needs.managed, share.device)
         if self.pinned and stores:
-            share.home = slab or PinnedSlab(needs.host)
-        elif isinstance(share.link, DiskLink):
-            blocks = sum(store.nbytes for store in stores.values()) // BLOCK_BYTES
-            share.home = share.link.disk.new_file(blocks)
+            share.slab = slab or PinnedSlab(needs.host)
         for store in stores.values():
-            store.allocate(share.home)
+            store.allocate(share.link.disk if isinstance(share.link, DiskLink) else share.slab)
             if self.bucket and self.link is None:
                 store.clear()  # slots are read before they are written, and must be numbers
         if share.device.type == "cuda":

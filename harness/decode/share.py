@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.decode.disk import DiskFile
 from harness.decode.links import Link, Ticket
 from harness.decode.memory import PinnedSlab
 from harness.decode.store import Chosen, KVStore, chosen
@@ -225,8 +224,8 @@ class DeviceShare:
 
     Set by the session: device; batch; traffic; link, None but where rows lie behind one; rooms: of
     each sequence, the rows of a KV head in the GPU cache of each layer, None: there is none; state:
-    the method's, None where it reads everything; home: the page-locked memory or the file of the
-    stores, None elsewhere.
+    the method's, None where it reads everything; slab: the page-locked memory of the stores, if
+    they lie there.
     Changed by the layers: buffers: all that fetched rows may lie in; free: the buffers that layers
     use in turns and that hold no rows, the one that was read last at the end. under_way: the
     transfers of the prompt's last layers to the host.
@@ -247,7 +246,7 @@ class DeviceShare:
         self.link = link
         self.rooms = rooms
         self.state = state
-        self.home: PinnedSlab | DiskFile | None = None
+        self.slab: PinnedSlab | None = None
         self.buffers: list[Tensor] = []
         self.free: list[Tensor] = []
         self.under_way: deque[Ticket] = deque(maxlen=LAYERS_UNDER_WAY)
