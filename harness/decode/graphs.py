@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,7 +42,7 @@ class HostState(NamedTuple):
     free: list[Tensor]
     num_columns: int
     rows: int
-    crossed: list[dict[int, int]]
+    crossed: list[Counter[int]]
 
     @classmethod
     def of(cls, session: LiveSession) -> HostState:
@@ -52,7 +53,7 @@ class HostState(NamedTuple):
             [*share.free],
             session.model_cache.num_columns,
             session.reads.rows,
-            [dict(count.of_host) for count in session.traffic.counts],
+            [count.of_host.copy() for count in session.traffic.counts],
         )
 
     def give_to(self, session: LiveSession) -> None:
@@ -65,14 +66,13 @@ class HostState(NamedTuple):
         session.model_cache.num_columns = self.num_columns
         session.reads.rows = self.rows
         for count, of_host in zip(session.traffic.counts, self.crossed, strict=True):
-            count.of_host = dict(of_host)
+            count.of_host = of_host.copy()
 
     def after(self, begin: HostState, end: HostState) -> HostState:
         """This state after a step that leads from `begin` to `end`."""
         crossed = []
         for now, first, last in zip(self.crossed, begin.crossed, end.crossed, strict=True):
-            moved = {width: last[width] - first.get(width, 0) for width in last}
-            crossed.append({width: now.get(width, 0) + moved[width] for width in moved})
+            crossed.append(now + (last - first))
         return HostState(
             self.steps + end.steps - begin.steps,
             end.pending,

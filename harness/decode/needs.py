@@ -434,40 +434,34 @@ class Capacity:
             power *= 2
         return sorted(batch for batch in found if 0 < batch <= self.largest)
 
-    def columns(self, batch: int) -> dict[str, Any]:
-        """The columns of a table that memory decides, for a batch that fits, or for none (0)."""
-        needs = self.needs(max(1, batch))
-        return {
-            "batch_size": batch,
-            "prompt_len": self.prompt_len,
-            "gen_len": self.gen_len,
-            "context": self.context,
-            "memory_bytes": self.device_bytes,
-            "largest_batch": self.largest,
-            "kv_tokens": self.largest * self.context,
-            "wall": self.wall_of(self.largest + 1),
-            "equal_batch": self.equal_batch,
-            "device_kv_bytes": needs.session,
-            "host_kv_bytes": needs.host,
-        }
+    def rows(
+        self, speeds: Mapping[int, dict[str, Any]], marks: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The rows of a table: one for each batch that was timed; one without numbers where no
+        batch fits.
 
-
-def points(
-    capacity: Capacity, speeds: dict[int, dict[str, Any]], marks: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """The rows of a run: one for each batch that was timed; one without numbers where no batch
-    fits.
-
-    speeds: the timed columns by batch. marks: columns that all rows have.
-    """
-    rows = []
-    for batch, speed in speeds.items():
-        rows.append(marks | capacity.columns(batch) | speed)
-    if not rows:
-        rows.append(marks | capacity.columns(0))
-    equal = speeds.get(capacity.equal_batch, {})
-    rows[-1]["equal_tokens_per_s"] = equal.get("decode_tokens_per_s")
-    return rows
+        speeds: the timed columns by batch. marks: columns that all rows have.
+        """
+        rows = []
+        for batch, speed in (speeds or {0: {}}).items():
+            needs = self.needs(max(1, batch))
+            columns = {
+                "batch_size": batch,
+                "prompt_len": self.prompt_len,
+                "gen_len": self.gen_len,
+                "context": self.context,
+                "memory_bytes": self.device_bytes,
+                "largest_batch": self.largest,
+                "kv_tokens": self.largest * self.context,
+                "wall": self.wall_of(self.largest + 1),
+                "equal_batch": self.equal_batch,
+                "device_kv_bytes": needs.session,
+                "host_kv_bytes": needs.host,
+            }
+            rows.append(marks | columns | speed)
+        equal = speeds.get(self.equal_batch, {})
+        rows[-1]["equal_tokens_per_s"] = equal.get("decode_tokens_per_s")
+        return rows
 
 
 # The sizes of a state: its own code runs on tensors that have a shape and no numbers. Queries, keys

@@ -71,8 +71,8 @@ class ValuesCache(LayerCache):
         rows = num_prompt + max_new_tokens
         return store.heads * (rows * row.elements * row.dtype.itemsize + num_prompt)
 
-    def request_rows(self, selection: Selection) -> Tensor:
-        slots = super().request_rows(selection)
+    def request_rows(self, selection: Selection, tokens: Tensor) -> Tensor:
+        slots = super().request_rows(selection, tokens)
         self.fetched_keys = rebuilt(self.state, self.policy.number, slots)  # beside the transfer
         return slots
 

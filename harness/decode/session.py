@@ -20,7 +20,7 @@ from torch.nn.attention import sdpa_kernel
 
 from harness.decode import memory
 from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
-from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
+from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.graphs import StepGraphs
 from harness.decode.links import DiskLink, Link, LinkUse
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab
@@ -29,7 +29,7 @@ from harness.decode.reads import StepReads
 from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
 from harness.decode.share import DeviceShare, RowCount, TokenBatch, Traffic
 from harness.decode.step import DecodeStep
-from harness.decode.store import KVStore, indices
+from harness.decode.store import KVStore
 from harness.decode.timeline import StepClock, Timeline
 from harness.model.attached import Attached
 from harness.model.attention import ROW_BACKENDS
@@ -465,8 +465,7 @@ class LiveSession:
         return caches
 
     def _allocate(self, share: DeviceShare, stores: Mapping[int, KVStore]) -> None:
-        """Ask for the memory of the layers, allocate the stores, and compile the kernels of
-        a step."""
+        """Ask for the memory of the layers, and allocate the stores."""
         needs = self.needs
         memory.require_emulated(needs.asked, share.device)
         slab = self.slabs.pop() if self.slabs else None
@@ -481,8 +480,6 @@ class LiveSession:
             store.allocate(share.link.disk if isinstance(share.link, DiskLink) else share.slab)
             if self.bucket and self.link is None:
                 store.clear()  # slots are read before they are written, and must be numbers
-        if share.device.type == "cuda":
-            _compile_kernels(share, [*stores.values()])
 
     def _new_cache(self, policy: Policy, fetcher: Fetcher) -> LayerCache:
         state = fetcher.share.state if policy.kind == "method" else None
@@ -502,22 +499,6 @@ class LiveSession:
                 require_codable(cache.store.codec, layer, prompt.key, prompt.value)
         with launching_on(prompt.key.device):  # a prompt that is taken over is not in a pass
             cache.keep_prompt(prompt)
-
-
-def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:
-    from harness.decode.kernels import rows as kernels
-
-    warm: set[int] = set()
-    for store in stores:
-        if store.is_reachable and store.slot_bytes not in warm:
-            warm.add(store.slot_bytes)
-            kernels.warm(store.slots, share.device, store.tuning)
-    nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=share.device)
-    if share.rooms is not None:
-        tokens, column = nothing.int(), share.batch.column
-        GpuCache([1], 1, share.device).request(nothing, tokens, column, 1)
-    else:
-        indices(nothing, 1)
 
 
 def generate(session: LiveSession, logits: Tensor, drafts: Sequence[Draft]) -> Iterator[None]:

@@ -3,7 +3,7 @@ link and the fetch buffers; and counts of the rows that cross the link."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -157,14 +157,14 @@ class RowCount:
     """
 
     def __init__(self) -> None:
-        self.of_host: dict[int, int] = {}
+        self.of_host: Counter[int] = Counter()
         self._on_device: dict[int, Tensor] = {}
         self._counts: dict[int, list[Tensor]] = {}
 
     def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
         """num_rows: under CUDA numbers on the device, to be added up."""
         if isinstance(num_rows, int):
-            self.of_host[row_bytes] = self.of_host.get(row_bytes, 0) + num_rows
+            self.of_host[row_bytes] += num_rows
             return
         counts = self._counts.setdefault(row_bytes, [])
         counts.append(num_rows)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from harness.decode.memory import GIB, NoRoomError
-from harness.decode.needs import Capacity, Plan, Wall, points, sizes_of
+from harness.decode.needs import Capacity, Plan, Wall, sizes_of
 from harness.errors import UserError
 from harness.files import available_bytes, available_memory
 from harness.model.attached import Attached
@@ -93,7 +93,7 @@ def time_largest(
     for batch, (metrics, raw) in sorted(timings.items()):
         speeds[batch] = {name: metrics[name] for name in TIMED}
         samples[f"batch_{batch}"] = raw | {"peak_device_bytes": metrics["peak_device_bytes"]}
-    return {"source": marks["source"], "points": points(capacity, speeds, marks)}, samples
+    return {"source": marks["source"], "points": capacity.rows(speeds, marks)}, samples
 
 
 def _by_arithmetic(config: RunConfig, setup: Setup, attached: Attached) -> Capacity:
