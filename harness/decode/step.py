@@ -40,7 +40,7 @@ class DecodeStep(Handler):
     reads: of each layer under the method, whose tensors a state may give to several layers of the
     step. rest: what stands for the tokens that a layer does not read, between its selection
     and its attention. bias_of_columns: of the layers that read all columns where some are hidden,
-    by device, dtype, and whether they lie in place.
+    by dtype, and whether they lie in place.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DecodeStep(Handler):
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
         self.reads: list[LayerRead] = []
         self.rest: dict[LayerCache, Rest] = {}
-        self.bias_of_columns: dict[tuple[torch.device, torch.dtype, bool], Tensor] = {}
+        self.bias_of_columns: dict[tuple[torch.dtype, bool], Tensor] = {}
 
     def begin(self) -> None:
         """Request the first layers' rows, unless the step before has: in the first step it has
@@ -199,7 +199,7 @@ class DecodeStep(Handler):
         row is not read: [batch, 1 or num_kv_heads, 1 or group, n + 1] in the dtype of `query`, None
         for nothing."""
         if fetch.present is None and not cache.evicts:  # all columns, in each such layer
-            key = query.device, query.dtype, fetch.in_place
+            key = query.dtype, fetch.in_place
             if cache.batch.hides_columns and key not in self.bias_of_columns:
                 self.bias_of_columns[key] = _bias_of_columns(cache, query, fetch)
             return self.bias_of_columns.get(key)
