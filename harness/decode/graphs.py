@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.decode.cache import Fetch, LayerCache
+from harness.decode.cache import Fetch
 from harness.decode.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class HostState(NamedTuple):
         share = session.share
         return cls(
             session.steps,
-            [cache.fetcher.fetch for cache in _fetching(session)],
+            [cache.fetcher.fetch for cache in session.fetching],
             [*share.free],
             session.model_cache.num_columns,
             session.reads.rows,
@@ -60,7 +60,7 @@ class HostState(NamedTuple):
         """Let the host know this and nothing else."""
         share = session.share
         share.batch.steps = self.steps
-        for cache, fetch in zip(_fetching(session), self.pending, strict=True):
+        for cache, fetch in zip(session.fetching, self.pending, strict=True):
             cache.fetcher.fetch = fetch
         share.free[:] = self.free
         session.model_cache.num_columns = self.num_columns
@@ -176,7 +176,3 @@ class StepGraphs:
             session.timeline = timeline
             if session.link is not None:
                 session.link.uses = uses
-
-
-def _fetching(session: LiveSession) -> list[LayerCache]:
-    return [cache for cache in session.caches if isinstance(cache, LayerCache)]

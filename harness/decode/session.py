@@ -204,9 +204,8 @@ class LiveSession:
         for count in self.traffic.counts:
             count.add_up()  # they may be kept where the next step's come
         with launching_on(self.attached.device):
-            for cache in self.caches:
-                if isinstance(cache, LayerCache):
-                    cache.fetcher.settle()
+            for cache in self.fetching:
+                cache.fetcher.settle()
             if self.link is not None:
                 self.link.join()
 
@@ -256,8 +255,8 @@ class LiveSession:
         """Write the prompt's rows over those of the last fork, where forks replace rows. The first
         call keeps a copy of them."""
         self.drain()
-        for cache in self.caches:
-            if not isinstance(cache, LayerCache) or not cache.replaces_rows:
+        for cache in self.fetching:
+            if not cache.replaces_rows:
                 continue
             rows = cache.store.slots[:, :, : cache.slots_in_use()]
             if cache.store in self._prompt_rows:
@@ -298,6 +297,11 @@ class LiveSession:
     def batch(self) -> TokenBatch:
         """How far the session has come, and the tokens of its columns."""
         return self.share.batch
+
+    @property
+    def fetching(self) -> list[LayerCache]:
+        """The caches of the layers that see every token."""
+        return [cache for cache in self.caches if isinstance(cache, LayerCache)]
 
     @property
     def steps(self) -> int:
@@ -360,8 +364,8 @@ class LiveSession:
         that stays on the device is there now."""
         self.clock.mark()
         kept = 0
-        for cache in self.caches:
-            if isinstance(cache, LayerCache) and cache.state is not None:
+        for cache in self.fetching:
+            if cache.state is not None:
                 kept += memory.layer_bytes(cache.state, cache.policy.number)
         self.needs = self.needs._replace(kept=kept)
         most = max(self.device_bytes + self.needs.workspace, self.needs.asked)
@@ -425,11 +429,10 @@ class LiveSession:
             self.caches = self._open_caches(self.share)
         if self.link is not None:
             self.link_use = self.link.open_use()
-        fetching = [cache for cache in self.caches if isinstance(cache, LayerCache)]
-        self.stores = [cache.store for cache in fetching]
-        for cache, following in pairwise(fetching):
+        self.stores = [cache.store for cache in self.fetching]
+        for cache, following in pairwise(self.fetching):
             cache.following = following
-        for cache in fetching:
+        for cache in self.fetching:
             if cache.policy.kind == "method":
                 self.reads.slot_bytes[cache.policy.number] = cache.store.slot_bytes
 

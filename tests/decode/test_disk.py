@@ -3,9 +3,6 @@
 import errno
 import fcntl
 import os
-import signal
-import subprocess
-import sys
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -235,18 +232,6 @@ def test_a_failing_disk_ends_the_run_in_one_line(folder, monkeypatch):
         monkeypatch.setattr(os, "preadv", broken)
         with pytest.raises(UserError, match=r"platform.disk_dir=.*Input/output error"):
             live(attached, CASES["full"], (40, 40), placement="disk", link=link)
-
-
-def test_a_killed_process_leaves_nothing(folder):
-    code = (
-        "import sys; from harness.decode.disk import Disk; disk = Disk(sys.argv[1]); "
-        "file = disk.new_file(1000); print('open', flush=True); sys.stdin.read()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code, folder], **pipes) as process:
-        assert process.stdout.readline() == b"open\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,11 @@ from harness.decode.memory import (
     PinnedSlab,
     require_session,
 )
-from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.load import LoadedModel
 from harness.model.prompts import prompt_bytes, run_prompt
-from harness.model.random_ids import RandomIds
 from harness.model.tiny import tiny_model
 from harness.replay.setup import Setup
-from harness.run.compose import load
 from harness.settings.codecs import codec_named
 from harness.settings.config import LatencyConfig
 from harness.speed import latency as run
@@ -213,21 +209,6 @@ def test_sessions_one_after_another_ask_for_their_memory_and_lock_it_once(runtim
     assert not runtime.locked
 
 
-def test_a_timed_run_locks_its_memory_once(runtime, monkeypatch):
-    class Pinned(LiveSession):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            self.pinned = True
-
-    monkeypatch.setattr("harness.replay.session.LiveSession", Pinned)
-    ids = torch.randint(3, 256, (2, 20), generator=torch.Generator().manual_seed(1))
-    with attached_with_link() as (attached, link):
-        timing_of = time_run(attached, ids, TimedRun(Setup(Full(), None, None), SHAPE), link=link)
-    assert timing_of.metrics["num_timed_steps"] == 8 and timing_of.samples["pinned_bytes"] > 0
-    locks = [name for name in runtime.names if name != "synchronize"]
-    assert locks == ["cudaHostRegister", "cudaHostUnregister"], "for a warm-up and two repeats"
-
-
 # Managed memory
 
 
@@ -337,19 +318,3 @@ def test_a_time_limit_ends_a_run_with_the_steps_it_has(anywhere, monkeypatch, li
     assert metrics["num_timed_steps"] == sum(steps) and len(samples["dense_s"]) == len(steps)
     assert metrics["decode_s"] == 22, "two seconds a step, of gen_len - 1"
     assert (metrics["tpot_spread_s"] is None) == (len(steps) == 1)
-
-
-def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
-    config = load([
-        "experiment=latency", "platform=cuda", "system=uvm+h2o", "model.weights=random", "batch_size=2",
-        "prompt_len=20", "gen_len=6", "timed_steps=1", "platform.device_gib=48", f"results_dir={tmp_path}",
-    ])  # fmt: skip
-    cards = []
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
-    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda device: 1e10)
-    monkeypatch.setattr(memory, "require_managed", lambda *_: cards.append([*anywhere.blocks]))
-    outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, random_ids=RandomIds(256)))
-    assert cards == 3 * [[12 * GIB]], "of 60 GiB, in the warm-up and in each repeat"
-    assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
-    assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["budget"] < 1
-    assert not anywhere.blocks
