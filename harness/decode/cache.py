@@ -259,7 +259,8 @@ class LayerCache:
     rows are stored in the compute dtype and no method looks at their scores or weighs an estimate
     beside them. attends_by_kernels: kernels attend to the rows as they are stored, coded ones, or
     exact ones beside an estimate.
-    Set by the session: following: the next layer that fetches rows.
+    Set by the session: following: the next layer that fetches rows. part: of the dense layers' rows
+    that it requests for the next step, if any.
     Set in each step: last_query: [batch, heads, 1, head_dim], if the next step selects by it.
     """
 
@@ -288,6 +289,7 @@ class LayerCache:
         has_kernels |= weighs_rest and rows.has_kernels_for_exact(store.device)
         self.attends_by_kernels = hides_scores and has_kernels
         self.following: LayerCache | None = None
+        self.part: AheadPart | None = None
         self.last_query: Tensor | None = None
 
     @property

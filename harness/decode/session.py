@@ -62,11 +62,9 @@ class LiveSession:
     combinations without meaning.
 
     Set by the prompt: share: what its layers share. caches: of each attention layer; stores: of
-    those that see every token; parts: the layers that request a part of the dense layers' rows.
-    reads: what the steps read on the device. traffic: what crossed the link. needs: memory that was
-    asked for.
-    link_use: how busy the link was, if there is one, from the end of the prompt to that of the last
-    step.
+    those that see every token. reads: what the steps read on the device. traffic: what crossed the
+    link. needs: memory that was asked for. link_use: how busy the link was, if there is one, from
+    the end of the prompt to that of the last step.
     clock: when the prompt and each step ended. is_fork: see `fork`.
     """
 
@@ -118,7 +116,6 @@ class LiveSession:
         self.traffic = Traffic()
         self.caches: list[LayerCache | LocalCache] = []
         self.stores: list[KVStore] = []
-        self.parts: dict[LayerCache, AheadPart] = {}
         self.reads = StepReads(attached, method, self.codec)
         self.clock = StepClock(attached.device)
         self.link_use: LinkUse | None = None
@@ -186,7 +183,7 @@ class LiveSession:
     def run_step(self, ids: Tensor) -> Tensor:
         """`decode_step` by Python."""
         self.batch.begin()
-        step = DecodeStep(self.caches, self.parts, self.timeline, is_last=self.is_last_step)
+        step = DecodeStep(self.caches, self.timeline, is_last=self.is_last_step)
         positions = self.batch.positions
         with launching_on(self.attached.device), sdpa_kernel(ROW_BACKENDS):
             step.begin()
@@ -239,8 +236,7 @@ class LiveSession:
         memo = {id(part): part for part in shared}
         memo[id(self.traffic)] = child.traffic
         memo[id(self.share.state)] = self.share.forked_state()
-        of_layers = self.share, self.caches, self.parts
-        child._share, child.caches, child.parts = deepcopy(of_layers, memo)
+        child._share, child.caches = deepcopy((self.share, self.caches), memo)
         child.model_cache = self.model_cache.fork(torch.arange(len(self.batch.prompts)))
         child.reads = StepReads(self.attached, self.method, self.codec)
         child.reads.slot_bytes = self.reads.slot_bytes
@@ -390,7 +386,6 @@ class LiveSession:
             if self.graphs is not None:
                 self.graphs.close()
             self.caches = []
-            self.parts = {}
             self._free()
 
     def _free(self) -> None:
@@ -464,7 +459,7 @@ class LiveSession:
             caches.append(others[-1])
         if ahead:
             for number, cache in enumerate(others):
-                self.parts[cache] = AheadPart(number, len(others), ahead)
+                cache.part = AheadPart(number, len(others), ahead)
         return caches
 
     def _allocate(self, share: DeviceShare, stores: Mapping[int, KVStore]) -> None:
