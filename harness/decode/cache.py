@@ -217,16 +217,16 @@ class AheadFetcher(Fetcher):
             self.load(last, self.fetch.rows[:, :, columns.stop : count])
 
 
+@dataclass
 class AheadPart:
     """One of `num_parts` equal parts of the dense layers' rows; one other layer requests it.
 
     number: of the part. fetchers: of the dense layers, in their order.
     """
 
-    def __init__(self, number: int, num_parts: int, fetchers: Sequence[AheadFetcher]) -> None:
-        self.number = number
-        self.num_parts = num_parts
-        self.fetchers = fetchers
+    number: int
+    num_parts: int
+    fetchers: Sequence[AheadFetcher]
 
     def request(self, count: int) -> None:
         """Request the part of the first `count` slots of all dense layers, for the next step. What

@@ -1,7 +1,7 @@
 """A local disk as the second memory: files without a name, read and written in blocks past the page
 cache, and in each the slots of a layer (`DiskStore`).
 
-    with closing(Disk("outputs")) as disk, closing(disk.new_file(num_blocks)) as file:
+    with closing(Disk("outputs")) as disk, closing(DiskFile(disk, num_blocks)) as file:
         file.write(blocks, places)     # block blocks[i] is disk.buffer[places[i]]
         file.read(blocks, places)
 
@@ -82,15 +82,10 @@ class Disk:
         if kind in IN_MEMORY:
             raise self.refusal(f"is a {kind}, which lies in memory; give a folder on a local disk")
         self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
-        file = self.new_file(1)
+        file = DiskFile(self, 1)
         self.reserve(1)
         file.read(np.zeros(1, np.int64), np.zeros(1, np.int64))
         file.close()
-
-    def new_file(self, num_blocks: int) -> DiskFile:
-        """A file of so many blocks, whose space is taken. Raises UserError where it does not
-        fit."""
-        return DiskFile(self, num_blocks)
 
     def reserve(self, num_blocks: int) -> None:
         """Let the buffer have room for so many blocks; what it holds is lost where it grows."""
@@ -108,7 +103,8 @@ class Disk:
 
 
 class DiskFile:
-    """A file of `num_blocks` blocks. Blocks that were never written are zeros."""
+    """A file of `num_blocks` blocks, whose space is taken. Blocks that were never written are
+    zeros. Raises UserError where it does not fit."""
 
     def __init__(self, disk: Disk, num_blocks: int) -> None:
         self.disk = disk
@@ -249,15 +245,12 @@ class DiskStore(KVStore):
     def allocate(self, home: object = None) -> KVStore:
         """Make the file."""
         assert isinstance(home, Disk), "the slots lie on a disk"
-        self.file = home.new_file(self.num_blocks)
+        self.file = DiskFile(home, self.num_blocks)
         return self
 
     def free(self) -> None:
         self.file.close()
         self.open_blocks, self.opened = self.open_blocks[:0], self.opened[:0]
-
-    def clear(self) -> None:
-        """Nothing: blocks that were never written are zeros."""
 
     # Load
 

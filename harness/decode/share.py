@@ -134,13 +134,12 @@ class TokenBatch:
             self._generated[key] = chosen(slots.expand(-1, num_kv_heads, -1).contiguous())
         return self._generated[key]
 
-    def rows(self, steps: int) -> list[TokenCounts]:
-        """As `BatchLengths.rows`."""
-        return self.counts.rows(steps)
-
     def rows_of_bucket(self, steps_ahead: int = 0) -> list[TokenCounts]:
-        """As `rows`, of all steps whose views have the lengths of a later step's."""
-        return [row for step in self._steps_of_bucket(steps_ahead) for row in self.rows(step)]
+        """`BatchLengths.rows` of all steps whose views have the lengths of a later step's."""
+        rows: list[TokenCounts] = []
+        for step in self._steps_of_bucket(steps_ahead):
+            rows += self.counts.rows(step)
+        return rows
 
     def advance(self) -> None:
         """End the step: its tokens are cached now."""

@@ -224,7 +224,7 @@ class KVStore:
         self.slots = self.slots.new_empty(0)
 
     def clear(self) -> None:
-        """Fill the slots with zeros."""
+        """Fill the slots with zeros, as those on a disk are."""
         self.slots.zero_()
 
     def num_rows(self, request: SlotRequest) -> int | Tensor:

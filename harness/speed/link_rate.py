@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.decode.disk import BLOCK_BYTES, Disk
+from harness.decode.disk import BLOCK_BYTES, Disk, DiskFile
 from harness.decode.memory import DEFAULT_TUNING, Tuning
 from harness.decode.store import copy_heads, gather_rows
 from harness.files import write_atomic
@@ -87,7 +87,7 @@ def disk_rate(disk: Disk) -> LinkRate:
     num_blocks = MEASURED_ON_DISK // BLOCK_BYTES
     blocks = np.arange(num_blocks)
     seconds = []
-    with closing(disk.new_file(num_blocks)) as file:
+    with closing(DiskFile(disk, num_blocks)) as file:
         disk.reserve(num_blocks)
         file.write(blocks, blocks)
         for _ in range(REPEATS):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.decode import disk as disks
-from harness.decode.disk import BLOCK_BYTES, Disk, DiskStore
+from harness.decode.disk import BLOCK_BYTES, Disk, DiskFile, DiskStore
 from harness.decode.links import DiskLink, EmulatedLink
 from harness.decode.store import RowFormat, chosen
 from harness.errors import UserError
@@ -194,7 +194,7 @@ def test_the_rate_is_measured(folder):
 
 def refusal(folder, num_blocks=1):
     with pytest.raises(UserError) as found:
-        Disk(folder).new_file(num_blocks)
+        DiskFile(Disk(folder), num_blocks)
     message = str(found.value)
     assert message.startswith(f"platform.disk_dir={folder}: ") and "\n" not in message
     return message
