@@ -42,7 +42,6 @@ from methods.base import (
 )
 from methods.codecs.base import FLOAT_DTYPES
 from methods.evicting import EvictingState
-from methods.prompt_evicting import PromptEvictingState
 
 
 @dataclass
@@ -291,12 +290,6 @@ class LayerCache:
         self.following: LayerCache | None = None
         self.part: AheadPart | None = None
         self.last_query: Tensor | None = None
-
-    @property
-    def replaces_rows(self) -> bool:
-        """True if rows of decode steps take slots of the prompt's: the method evicts while it
-        decodes."""
-        return self.evicts and not isinstance(self.state, PromptEvictingState)
 
     @property
     def device_bytes(self) -> int:

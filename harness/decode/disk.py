@@ -266,12 +266,9 @@ class DiskStore(KVStore):
         return disk.bytes_read - before
 
     def _load_columns(self, begin: int, end: int, rows: Tensor) -> None:
-        first_byte = begin * self.slot_bytes
-        end_byte = end * self.slot_bytes
-        first, last = first_byte // BLOCK_BYTES, -(-end_byte // BLOCK_BYTES)
-        blocks = self._blocks_of_lines(first, last)
+        blocks, first_byte, _ = self._blocks_of(begin, end)
         self._bring(blocks, np.arange(len(blocks)))
-        rows.copy_(self._columns(len(blocks), end - begin, first_byte - first * BLOCK_BYTES))
+        rows.copy_(self._columns(len(blocks), end - begin, first_byte))
 
     def _load_chosen(self, chosen: Chosen, rows: Tensor) -> None:
         offsets, targets = self._listed(chosen)
@@ -295,17 +292,11 @@ class DiskStore(KVStore):
 
     def _write_columns(self, rows: Tensor, at: int) -> None:
         num_columns = rows.shape[2]
-        first_byte = at * self.slot_bytes
-        end_byte = self._checked(at + num_columns) * self.slot_bytes
-        first, last = first_byte // BLOCK_BYTES, -(-end_byte // BLOCK_BYTES)
-        of_line = np.arange(first, last) * BLOCK_BYTES
-        is_whole = (of_line >= first_byte) & (of_line + BLOCK_BYTES <= end_byte)
-        blocks = self._blocks_of_lines(first, last)
-        whole = np.tile(is_whole, self.heads)
+        blocks, first_byte, is_whole = self._blocks_of(at, self._checked(at + num_columns))
         self.file.disk.reserve(len(blocks))
-        self._bring(blocks[~whole], np.flatnonzero(~whole))
-        self._columns(len(blocks), num_columns, first_byte - first * BLOCK_BYTES).copy_(rows)
-        self._keep(blocks, whole)
+        self._bring(blocks[~is_whole], np.flatnonzero(~is_whole))
+        self._columns(len(blocks), num_columns, first_byte).copy_(rows)
+        self._keep(blocks, is_whole)
 
     def _write_chosen(self, rows: Tensor, chosen: Chosen) -> None:
         offsets, sources = self._listed(chosen)
@@ -369,10 +360,18 @@ class DiskStore(KVStore):
         change[ends + 1] -= 1
         return np.flatnonzero(change.cumsum())
 
-    def _blocks_of_lines(self, first: int, end: int) -> Blocks:
-        """Blocks from `first` to `end` of every line."""
-        begins = np.arange(self.heads) * self.line_blocks
-        return (begins[:, None] + np.arange(first, end)).reshape(-1)
+    def _blocks_of(self, begin: int, end: int) -> tuple[Blocks, int, NDArray[np.bool_]]:
+        """The blocks of the columns from `begin` to `end` in every line, the byte at which they
+        begin there, and which blocks have no other column."""
+        first_byte, end_byte = begin * self.slot_bytes, end * self.slot_bytes
+        first = first_byte // BLOCK_BYTES
+        of_line = np.arange(first, -(-end_byte // BLOCK_BYTES))
+        begins_there = of_line * BLOCK_BYTES >= first_byte
+        ends_there = (of_line + 1) * BLOCK_BYTES <= end_byte
+        lines = np.arange(self.heads) * self.line_blocks
+        blocks = (lines[:, None] + of_line).reshape(-1)
+        is_whole = np.tile(begins_there & ends_there, self.heads)
+        return blocks, first_byte - first * BLOCK_BYTES, is_whole
 
     def _columns(self, num_blocks: int, num_columns: int, begin: int) -> Tensor:
         """Rows [batch, num_kv_heads, num_columns, slot_bytes] in the first blocks of the disk's

@@ -43,6 +43,7 @@ from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method
 from methods.codecs.split import CacheCodec, SplitCodec, every_codec
+from methods.prompt_evicting import PromptEvictingState
 
 log = logging.getLogger(__name__)
 
@@ -252,8 +253,8 @@ class LiveSession:
         call keeps a copy of them."""
         self.drain()
         for cache in self.fetching:
-            if not cache.replaces_rows:
-                continue
+            if not cache.evicts or isinstance(cache.state, PromptEvictingState):
+                continue  # no step takes a slot of the prompt's
             rows = cache.store.slots[:, :, : cache.slots_in_use()]
             if cache.store in self._prompt_rows:
                 rows.copy_(self._prompt_rows[cache.store])
