@@ -186,11 +186,7 @@ class Link(AbstractContextManager["Link"], ABC):
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
         """Start copying `source`, contiguous and in host memory, to `target` on the device. Raises
         as `prefetch`."""
-
-        def move() -> int:
-            return target.copy_(source, non_blocking=True).nbytes
-
-        return Ticket(self, move, [target])
+        return Ticket(self, lambda: target.copy_(source, non_blocking=True).nbytes, [target])
 
     def open_use(self) -> LinkUse:
         """Measure how busy the link is, until the use is closed."""
@@ -339,9 +335,10 @@ class CudaLink(Link):
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
             uses = self.uses
-            start = _event(stream, timed=True) if uses else None
+            start = now(self.device) if uses else None
             move()
-            end = _event(stream, timed=bool(uses))
+            end = torch.cuda.Event(enable_timing=bool(uses))  # which costs more
+            end.record(stream)
         for tensor in used:
             tensor.record_stream(stream)
         for use in uses:
@@ -365,10 +362,3 @@ class CudaLink(Link):
 
     def close(self) -> None:
         self.drain()  # kernels may still be reading pinned memory that is about to be freed
-
-
-def _event(stream: torch.cuda.Stream, *, timed: bool) -> torch.cuda.Event:
-    """An event recorded on `stream` now; keeping the time costs more."""
-    event = torch.cuda.Event(enable_timing=timed)
-    event.record(stream)
-    return event

@@ -54,7 +54,7 @@ class ValuesCache(LayerCache):
         most = max(self.method.tokens_resident(row, self.policy.number) for row in rows)
         slots, _ = indices(mask, most)
         index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
-        room = (0, 0, 0, self.batch.max_new_tokens)
+        room = (0, 0, 0, self.batch.counts.max_new_tokens)
         self.keys = pad(key.gather(2, index), room)
         self.values = pad(value.gather(2, index), room)
         self.present = slots >= 0

@@ -65,7 +65,6 @@ class TokenBatch:
         self.prompts: list[int] = prompt.tolist()
         self.counts = BatchLengths(self.prompts, max_new_tokens)
         self.is_padded = min(self.prompts) < prompt_columns
-        self.max_new_tokens = max_new_tokens
         self.bucket = bucket
         self.steps = 0
         self.column = torch.full((1,), prompt_columns, device=real.device)
@@ -101,7 +100,7 @@ class TokenBatch:
         first, end = 0, self.bucket
         while end <= step:
             first, end = end, 2 * end
-        return range(first, min(end, self.max_new_tokens))
+        return range(first, min(end, self.counts.max_new_tokens))
 
     @property
     def hides_columns(self) -> bool:
