@@ -177,12 +177,6 @@ def test_a_step_counts_the_blocks_that_it_waited_for(folder):
     assert timing.metrics["host_kv_bytes"] == 0
 
 
-def test_pieces_are_neighbours_of_at_most_256_kib():
-    blocks, places = np.array([3, 4, 5, 9, *range(100, 180)]), np.arange(84)
-    assert disks._pieces(blocks, places) == [(0, 3, 3), (3, 9, 1), (4, 100, 64), (68, 164, 16)]
-    assert disks._pieces(blocks[:0], places[:0]) == []
-
-
 def test_the_rate_is_measured(folder):
     with closing(Disk(folder)) as disk:
         assert disk_rate(disk).bytes_per_s > 1e6
