@@ -90,13 +90,12 @@ SLOTS = (2033, 2048)
 
 
 def launch_moves(slot_bytes: int) -> None:
-    """What a session launches when it opens, and then in its steps."""
-    from harness.decode.kernels.rows import gather_rows, scatter_rows, warm
+    """What a session launches in its steps."""
+    from harness.decode.kernels.rows import gather_rows, scatter_rows
 
     def rows(count: int) -> torch.Tensor:
         return torch.empty(1, 2, count, slot_bytes, dtype=torch.uint8)
 
-    warm(rows(7), torch.device("cpu"), Tuning())
     for num_rows, capacity in COUNTS:
         index = torch.empty(2 * num_rows + 1, dtype=torch.int64)[1:].view(1, 2, num_rows)  # aligned to 8 bytes only
         gather_rows(rows(capacity), index, rows(num_rows), None, Tuning())

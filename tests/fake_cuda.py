@@ -225,21 +225,6 @@ class Capture:
             raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
 
 
-class CurrentDevice:
-    """torch.cuda.device."""
-
-    index = 0
-
-    def __init__(self, device: torch.device | int) -> None:
-        self.wanted = device if isinstance(device, int) else device.index or 0
-
-    def __enter__(self) -> None:
-        self.before, CurrentDevice.index = CurrentDevice.index, self.wanted
-
-    def __exit__(self, *_: object) -> None:
-        CurrentDevice.index = self.before
-
-
 class Streams:
     """torch.cuda's streams while the stand-ins are in place.
 
@@ -260,8 +245,7 @@ class Streams:
     def on(stream: Stream) -> Iterator[None]:
         Streams.stack.append(stream)
         try:
-            with CurrentDevice(stream.device):
-                yield
+            yield
         finally:
             Streams.stack.pop()
 
@@ -282,8 +266,7 @@ def fake_streams() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("Stream", "Event"):
             patch.setattr(torch.cuda, name, globals()[name])
-        patch.setattr(torch.cuda, "device", CurrentDevice)
-        patch.setattr(torch.cuda, "current_device", lambda: CurrentDevice.index)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "stream", Streams.on)
         patch.setattr(torch.cuda, "graph", Capture)
         patch.setattr(torch.cuda, "current_stream", Streams.current)
@@ -585,8 +568,6 @@ class Trace(TorchDispatchMode):
         for key, value in arguments.items():
             if isinstance(value, Tensor) and not self._reachable(value):
                 self.fault(f"{name}: {key} is not on the device")
-            elif isinstance(value, Tensor) and value.is_cuda and value.device.index != CurrentDevice.index:
-                self.fault(f"{name}: {key} is on {value.device}, the kernel on cuda:{CurrentDevice.index}")
         told = any(word in key for key in arguments for word in ("stride", "per_head"))
         for key, value in arguments.items():
             if isinstance(value, Tensor) and not (value.is_contiguous() or (told and value.stride(-1) == 1)):

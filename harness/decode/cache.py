@@ -42,7 +42,6 @@ from methods.base import (
 )
 from methods.codecs.base import FLOAT_DTYPES
 from methods.evicting import EvictingState
-from methods.prompt_evicting import PromptEvictingState
 
 
 @dataclass
@@ -116,17 +115,16 @@ class Fetcher:
         self.load(Chosen(slots, num_rows), fetch.cached)
         return fetch
 
-    def request_selected(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
+    def request_selected(self, mask: Tensor, most: int, tokens: Tensor) -> tuple[Fetch, Tensor]:
         """Request the slots of `mask`, bool [batch, num_kv_heads, slots], at most `most` in a head.
+
+        tokens: the token of each slot, int32 [batch, 1 or num_kv_heads, slots or more].
 
         Returns the fetch, and the slot of each of its rows, int64 [batch, num_kv_heads, n], -1 for
         none.
         """
         slots, num_rows = indices(mask, most)
         return self.request_slots(slots, slots >= 0, num_rows), slots
-
-    def note_tokens(self, tokens: Tensor, may_change: bool) -> None:
-        """Note the token of each slot before a selection, with a GPU cache."""
 
     def forget(self, slots: Tensor) -> None:
         """Drop copies of slots that are written anew, with a GPU cache."""
@@ -218,16 +216,16 @@ class AheadFetcher(Fetcher):
             self.load(last, self.fetch.rows[:, :, columns.stop : count])
 
 
+@dataclass
 class AheadPart:
     """One of `num_parts` equal parts of the dense layers' rows; one other layer requests it.
 
     number: of the part. fetchers: of the dense layers, in their order.
     """
 
-    def __init__(self, number: int, num_parts: int, fetchers: Sequence[AheadFetcher]) -> None:
-        self.number = number
-        self.num_parts = num_parts
-        self.fetchers = fetchers
+    number: int
+    num_parts: int
+    fetchers: Sequence[AheadFetcher]
 
     def request(self, count: int) -> None:
         """Request the part of the first `count` slots of all dense layers, for the next step. What
@@ -260,8 +258,8 @@ class LayerCache:
     rows are stored in the compute dtype and no method looks at their scores or weighs an estimate
     beside them. attends_by_kernels: kernels attend to the rows as they are stored, coded ones, or
     exact ones beside an estimate.
-    Set by the session: following: the next layer that fetches rows. earlier: state of
-    the layer before, maybe on another device.
+    Set by the session: following: the next layer that fetches rows. part: of the dense layers' rows
+    that it requests for the next step, if any.
     Set in each step: last_query: [batch, heads, 1, head_dim], if the next step selects by it.
     """
 
@@ -290,13 +288,8 @@ class LayerCache:
         has_kernels |= weighs_rest and rows.has_kernels_for_exact(store.device)
         self.attends_by_kernels = hides_scores and has_kernels
         self.following: LayerCache | None = None
+        self.part: AheadPart | None = None
         self.last_query: Tensor | None = None
-
-    @property
-    def replaces_rows(self) -> bool:
-        """True if rows of decode steps take slots of the prompt's: the method evicts while it
-        decodes."""
-        return self.evicts and not isinstance(self.state, PromptEvictingState)
 
     @property
     def device_bytes(self) -> int:
@@ -368,7 +361,6 @@ class LayerCache:
         own_slots = self.batch.slots[..., tokens.shape[-1] - 1 : tokens.shape[-1]]
         if self.batch.bucket and not self.evicts:
             own_slots = self.batch.own_slots
-        self.fetcher.note_tokens(tokens, self.evicts)
         rows = QueryRows(
             query=query,
             positions=self.batch.row_positions,
@@ -383,18 +375,21 @@ class LayerCache:
 
     def request_selection(self, query: Tensor) -> Selection:
         """Let the method select by `query`, and request the rows. Returns the selection."""
+        tokens = self.slots()
+        if self.fetcher.keeps_rows and self.evicts:
+            tokens = tokens.clone()  # a selection may evict
         selection = self.selection_by(query)
-        self.request_rows(selection)
+        self.request_rows(selection, tokens)
         return selection
 
-    def request_rows(self, selection: Selection) -> Tensor:
-        """Request the rows of a selection. Returns the slot of each row of the fetch, int64 [batch,
-        num_kv_heads, n], -1 for none."""
+    def request_rows(self, selection: Selection, tokens: Tensor) -> Tensor:
+        """Request the rows of a selection. tokens: of the slots before it. Returns the slot of each
+        row of the fetch, int64 [batch, num_kv_heads, n], -1 for none."""
         assert selection.mask is not None, "a method that names rows gives a mask"
         mask = selection.mask[:, :, 0].expand(-1, self.store.num_kv_heads, -1)
         rows = self.batch.rows_of_bucket()
         most = max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
-        fetch, slots = self.fetcher.request_selected(mask, most)
+        fetch, slots = self.fetcher.request_selected(mask, most, tokens)
         if fetch.moving and self.policy.when == "own_query":
             _, num_rows = fetch.moving[-1]
             self.share.traffic.late.add(num_rows, self.store.slot_bytes)

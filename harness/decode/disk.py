@@ -1,7 +1,7 @@
-"""A local disk as the second memory: a file without a name, read and written in blocks past the
-page cache, and in it the slots of the layers (`DiskStore`).
+"""A local disk as the second memory: files without a name, read and written in blocks past the page
+cache, and in each the slots of a layer (`DiskStore`).
 
-    with Disk("outputs") as disk, disk.new_file(num_blocks) as file:
+    with closing(Disk("outputs")) as disk, closing(DiskFile(disk, num_blocks)) as file:
         file.write(blocks, places)     # block blocks[i] is disk.buffer[places[i]]
         file.read(blocks, places)
 
@@ -26,23 +26,22 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.decode.memory import GIB
-from harness.decode.store import Chosen, KVStore, RowFormat, SlotRequest
+from harness.decode.memory import GIB, MEMORY_HINTS
+from harness.decode.store import Chosen, KVStore, RowFormat, SlotRequest, listed
 from harness.errors import UserError, reason
 
 if sys.platform != "win32":
@@ -60,87 +59,66 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 GAP_BLOCKS = 4
 """A request reads over so many unwanted blocks rather than asking twice. A gap of 4 blocks reads a
 layer's scattered rows in 2.0 ms, one of 0 in 3.4."""
-SETTING = "platform.disk_dir"
 
 Blocks = NDArray[np.int64]
 """Numbers of blocks of a file, ascending, each once: int64 [n]."""
 
 
-class Disk(AbstractContextManager["Disk"]):
+class Disk:
     """A folder on a local disk, for the files of one process.
 
-    Raises UserError for a folder that does not exist, where no file can be made, in memory, or
-    without O_DIRECT.
+    buffer: uint8 [blocks, BLOCK_BYTES], through which everything passes. Raises UserError for a
+    folder that does not exist, where no file can be made, in memory, or without O_DIRECT.
     """
 
     def __init__(self, folder: str | Path) -> None:
         if sys.platform != "linux":
             raise UserError(f"placement=disk: needs Linux, and this is {sys.platform}")
         self.folder = Path(folder).absolute()
-        self.buffer = _aligned(0)
+        self.buffer = np.empty((0, BLOCK_BYTES), np.uint8)
         self.bytes_read = 0
         self.bytes_written = 0
+        kind = file_system(self.folder)
+        if kind in IN_MEMORY:
+            raise self.refusal(f"is a {kind}, which lies in memory; give a folder on a local disk")
         self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
-        self._require_direct()
-
-    def new_file(self, num_blocks: int) -> DiskFile:
-        """A file of so many blocks, whose space is taken. Raises UserError where it does not
-        fit."""
-        return DiskFile(self, num_blocks)
+        file = DiskFile(self, 1)
+        self.reserve(1)
+        file.read(np.zeros(1, np.int64), np.zeros(1, np.int64))
+        file.close()
 
     def reserve(self, num_blocks: int) -> None:
         """Let the buffer have room for so many blocks; what it holds is lost where it grows."""
         if num_blocks > len(self.buffer):
-            self.buffer = _aligned(num_blocks)
+            pages = mmap.mmap(-1, num_blocks * BLOCK_BYTES)
+            self.buffer = np.frombuffer(pages, np.uint8).reshape(num_blocks, BLOCK_BYTES)
 
     def close(self) -> None:
-        """End the threads and free the buffer. Idempotent."""
+        """End the threads. Idempotent."""
         self.pool.shutdown()
-        self.buffer = _aligned(0)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _require_direct(self) -> None:
-        kind = file_system(self.folder)
-        if kind in IN_MEMORY:
-            raise UserError(
-                f"{SETTING}={self.folder}: is a {kind}, which lies in memory; give a folder on a "
-                "local disk"
-            )
-        with self.new_file(1) as file:
-            self.reserve(1)
-            file.read(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    def refusal(self, why: str) -> UserError:
+        """Why the folder cannot be used, in a line that names the setting."""
+        return UserError(f"platform.disk_dir={self.folder}: {why}")
 
 
-class DiskFile(AbstractContextManager["DiskFile"]):
-    """A file of `num_blocks` blocks. Blocks that were never written are zeros."""
+class DiskFile:
+    """A file of `num_blocks` blocks, whose space is taken. Blocks that were never written are
+    zeros. Raises UserError where it does not fit."""
 
     def __init__(self, disk: Disk, num_blocks: int) -> None:
         self.disk = disk
-        self.num_blocks = num_blocks
-        self._used = 0
-        self._file: IO[bytes] | None = None
+        # A codec may leave all of a short text exact, but no file system reserves nothing.
+        num_bytes = max(1, num_blocks) * BLOCK_BYTES
         try:
-            _require_space(disk.folder, self.nbytes)
-            self._file = tempfile.TemporaryFile(dir=disk.folder, buffering=0)  # noqa: SIM115 - `close` ends it
-            # A codec may leave all of a short text exact, but no file system reserves nothing.
-            os.posix_fallocate(self._file.fileno(), 0, max(self.nbytes, BLOCK_BYTES))
-            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
+            space = os.statvfs(disk.folder)
+            free = space.f_bavail * space.f_frsize
+            if free < num_bytes:
+                beside = f"does not fit into the {free / GIB:.1f} GiB that are free there"
+                raise disk.refusal(f"the KV cache {beside}; {MEMORY_HINTS}")
+            self._file = _direct_file(disk.folder, num_bytes)
         except OSError as error:
-            self.close()
             raise self._refused(error) from error
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the disk."""
-        return self.num_blocks * BLOCK_BYTES
-
-    def take(self, num_blocks: int) -> int:
-        """The first of the next `num_blocks` blocks, which are handed out once."""
-        self._used += num_blocks
-        return self._used - num_blocks
 
     def read(self, blocks: Blocks, places: Blocks) -> None:
         """Read blocks to their places in the disk's buffer, as `_move` takes them."""
@@ -154,12 +132,7 @@ class DiskFile(AbstractContextManager["DiskFile"]):
 
     def close(self) -> None:
         """Free the file and its space. Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
     def _move(
         self, call: Callable[[int, list[memoryview], int], int], blocks: Blocks, places: Blocks
@@ -170,8 +143,6 @@ class DiskFile(AbstractContextManager["DiskFile"]):
         places: of each block in the disk's buffer; ascending, and neighbouring where blocks are.
         Raises the first error, once all threads have ended.
         """
-        if self._file is None:
-            raise RuntimeError("the file is closed")
         file = self._file.fileno()
         pieces = _pieces(blocks, places)
         memory = self.disk.buffer.reshape(-1).data
@@ -189,9 +160,8 @@ class DiskFile(AbstractContextManager["DiskFile"]):
             if num_threads < 2:
                 move(pieces)
                 return
-            running = []
-            for number in range(num_threads):
-                running.append(self.disk.pool.submit(move, pieces[number::num_threads]))
+            shares = [pieces[number::num_threads] for number in range(num_threads)]
+            running = [self.disk.pool.submit(move, share) for share in shares]
             wait(running)
             for thread in running:
                 thread.result()
@@ -199,34 +169,33 @@ class DiskFile(AbstractContextManager["DiskFile"]):
             raise self._refused(error) from error
 
     def _refused(self, error: OSError) -> UserError:
-        where = f"{SETTING}={self.disk.folder}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return _too_small(self.disk.folder, self.nbytes)
         if error.errno == errno.EINVAL:
             kind = file_system(self.disk.folder)
             refused = "refuses O_DIRECT, without which memory would be measured"
-            return UserError(f"{where}: its file system ({kind}) {refused}")
-        return UserError(f"{where}: no file can be used there ({reason(error)})")
+            return self.disk.refusal(f"its file system ({kind}) {refused}")
+        return self.disk.refusal(f"no file can be used there ({reason(error)})")
 
 
-def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The type of the file system of a folder, such as ext4; "unknown" where Linux does not say.
+def _direct_file(folder: Path, num_bytes: int) -> IO[bytes]:
+    """A file without a name, whose space is taken, under O_DIRECT."""
+    file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - its owner closes it
+    try:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError:
+        file.close()
+        raise
+    return file
 
-    Of an overlay, as containers have it, that of the layer which takes what is written, where this
-    process sees it.
-    """
-    best, kind, options = "", "unknown", ""
-    with suppress(OSError):
-        where = str(folder.resolve())
-        for line in mounts.read_text(encoding="utf-8").splitlines():
-            _, mount, of_mount, its_options = line.split(" ")[:4]
-            is_inside = where == mount or where.startswith(mount.rstrip("/") + "/")
-            if is_inside and len(mount) >= len(best):
-                best, kind, options = mount, of_mount, its_options
-    written = re.search(r"(?:^|,)upperdir=([^,]+)", options)
-    if kind == "overlay" and written is not None and Path(written[1]).is_dir():
-        below = file_system(Path(written[1]), mounts)
-        return below if below in IN_MEMORY else kind
+
+def file_system(folder: Path) -> str:
+    """The type of the file system of a folder, such as ext4; "unknown" where the system does not
+    say."""
+    where, kind, longest = folder.resolve(), "unknown", 0
+    for mount in psutil.disk_partitions(all=True):  # a later one hides an earlier one
+        if where.is_relative_to(mount.mountpoint) and len(mount.mountpoint) >= longest:
+            kind, longest = mount.fstype, len(mount.mountpoint)
     return kind
 
 
@@ -245,46 +214,14 @@ def _pieces(blocks: Blocks, places: Blocks) -> list[tuple[int, int, int]]:
     return pieces
 
 
-def _aligned(num_blocks: int) -> NDArray[np.uint8]:
-    """Memory uint8 [num_blocks, BLOCK_BYTES] that begins at a page."""
-    if not num_blocks:
-        return np.empty((0, BLOCK_BYTES), np.uint8)
-    pages = mmap.mmap(-1, num_blocks * BLOCK_BYTES)
-    return np.frombuffer(pages, np.uint8).reshape(num_blocks, BLOCK_BYTES)
-
-
-def _require_space(folder: Path, num_bytes: int) -> None:
-    free = os.statvfs(folder)
-    if free.f_bavail * free.f_frsize < num_bytes:
-        raise _too_small(folder, num_bytes)
-
-
-def _too_small(folder: Path, num_bytes: int) -> UserError:
-    free = os.statvfs(folder)
-    free_gib = free.f_bavail * free.f_frsize / GIB
-    return UserError(
-        f"{SETTING}={folder}: the KV cache needs {num_bytes / GIB:.1f} GiB and {free_gib:.1f} GiB "
-        "are free there; lower batch_size, prompt_len or gen_len, or choose a codec of fewer bits"
-    )
-
-
 # The slots of a layer
 
 Bytes = NDArray[np.int64]
 """Byte offsets."""
 
 
-class Listed(NamedTuple):
-    """Chosen slots one by one. heads: of each, counted over the batch; slots; targets: the buffer
-    row of each in its head. All int64 [n]."""
-
-    heads: Bytes
-    slots: Bytes
-    targets: Bytes
-
-
 class DiskStore(KVStore):
-    """Slots in a file, a line for each sequence and KV head.
+    """Slots in a file of their own, a line for each sequence and KV head.
 
     line_blocks: blocks of a line; num_blocks: of all.
 
@@ -304,20 +241,16 @@ class DiskStore(KVStore):
         self.is_stored = np.zeros(self.num_blocks, bool)
         self.open_blocks: Blocks = np.empty(0, np.int64)
         self.opened = np.empty((0, BLOCK_BYTES), np.uint8)
-        self._first_block = 0
 
     def allocate(self, home: object = None) -> KVStore:
-        """Use the next blocks of a file."""
-        assert isinstance(home, DiskFile), "the slots lie in a file"
-        self.file = home
-        self._first_block = home.take(self.num_blocks)
+        """Make the file."""
+        assert isinstance(home, Disk), "the slots lie on a disk"
+        self.file = DiskFile(home, self.num_blocks)
         return self
 
     def free(self) -> None:
+        self.file.close()
         self.open_blocks, self.opened = self.open_blocks[:0], self.opened[:0]
-
-    def clear(self) -> None:
-        """Nothing: blocks that were never written are zeros."""
 
     # Load
 
@@ -326,27 +259,24 @@ class DiskStore(KVStore):
         disk = self.file.disk
         before = disk.bytes_read
         if isinstance(request, Chosen):
-            self._load_chosen(_listed(request), rows)
+            self._load_chosen(request, rows)
         else:
             part = request if isinstance(request, slice) else slice(0, request)
             self._load_columns(part.start or 0, self._checked(part.stop), rows)
         return disk.bytes_read - before
 
     def _load_columns(self, begin: int, end: int, rows: Tensor) -> None:
-        first_byte = begin * self.slot_bytes
-        end_byte = end * self.slot_bytes
-        first, last = first_byte // BLOCK_BYTES, -(-end_byte // BLOCK_BYTES)
-        blocks = self._blocks_of_lines(first, last)
+        blocks, first_byte, _ = self._blocks_of(begin, end)
         self._bring(blocks, np.arange(len(blocks)))
-        rows.copy_(self._columns(len(blocks), end - begin, first_byte - first * BLOCK_BYTES))
+        rows.copy_(self._columns(len(blocks), end - begin, first_byte))
 
-    def _load_chosen(self, chosen: Listed, rows: Tensor) -> None:
-        if not len(chosen.slots):
+    def _load_chosen(self, chosen: Chosen, rows: Tensor) -> None:
+        offsets, targets = self._listed(chosen)
+        if not len(offsets):
             return
-        offsets = self._offsets(chosen)
         blocks = self._joined(self._touched(offsets))
         self._bring(blocks, np.arange(len(blocks)))
-        rows.numpy()[self._places(chosen)] = self._rows_from(blocks)[_starts(blocks, offsets)]
+        rows.numpy()[targets] = self._rows_of(blocks)[_starts(blocks, offsets)]
 
     # Write
 
@@ -357,49 +287,43 @@ class DiskStore(KVStore):
         if isinstance(at, int):
             self._write_columns(rows, at)
         else:
-            self._write_chosen(rows, _listed(at))
+            self._write_chosen(rows, at)
         return disk.bytes_written - before
 
     def _write_columns(self, rows: Tensor, at: int) -> None:
         num_columns = rows.shape[2]
-        first_byte = at * self.slot_bytes
-        end_byte = self._checked(at + num_columns) * self.slot_bytes
-        first, last = first_byte // BLOCK_BYTES, -(-end_byte // BLOCK_BYTES)
-        of_line = np.arange(first, last) * BLOCK_BYTES
-        is_whole = (of_line >= first_byte) & (of_line + BLOCK_BYTES <= end_byte)
-        blocks = self._blocks_of_lines(first, last)
-        whole = np.tile(is_whole, self.heads)
+        blocks, first_byte, is_whole = self._blocks_of(at, self._checked(at + num_columns))
         self.file.disk.reserve(len(blocks))
-        self._bring(blocks[~whole], np.flatnonzero(~whole))
-        self._columns(len(blocks), num_columns, first_byte - first * BLOCK_BYTES).copy_(rows)
-        self._keep(blocks, whole)
+        self._bring(blocks[~is_whole], np.flatnonzero(~is_whole))
+        self._columns(len(blocks), num_columns, first_byte).copy_(rows)
+        self._keep(blocks, is_whole)
 
-    def _write_chosen(self, rows: Tensor, chosen: Listed) -> None:
-        if not len(chosen.slots):
+    def _write_chosen(self, rows: Tensor, chosen: Chosen) -> None:
+        offsets, sources = self._listed(chosen)
+        if not len(offsets):
             return
-        offsets = self._offsets(chosen)
         blocks = self._touched(offsets)
         self._bring(blocks, np.arange(len(blocks)))
-        self._rows_from(blocks)[_starts(blocks, offsets)] = rows.numpy()[self._places(chosen)]
+        self._rows_of(blocks)[_starts(blocks, offsets)] = rows.numpy()[sources]
         self._keep(blocks, np.zeros(len(blocks), bool))
 
     def _keep(self, blocks: Blocks, is_whole: NDArray[np.bool_]) -> None:
         """Take over the buffer's blocks: whole ones go to the disk, others stay in memory. Those
         that stayed before and are not among them go to the disk too."""
-        disk, file = self.file.disk, self.file
-        in_part = blocks[~is_whole]
+        disk = self.file.disk
         opened = disk.buffer[: len(blocks)][~is_whole]
-        file.write(blocks[is_whole] + self._first_block, np.flatnonzero(is_whole))
-        self.is_stored[blocks[is_whole]] = True
+        self._store(blocks[is_whole], np.flatnonzero(is_whole))
         leaves = ~np.isin(self.open_blocks, blocks)
         leaving = self.open_blocks[leaves]
-        if len(leaving):
-            disk.reserve(len(leaving))
-            disk.buffer[: len(leaving)] = self.opened[leaves]
-            file.write(leaving + self._first_block, np.arange(len(leaving)))
-            self.is_stored[leaving] = True
-        self.is_stored[in_part] = False
-        self.open_blocks, self.opened = in_part, opened
+        disk.reserve(len(leaving))
+        disk.buffer[: len(leaving)] = self.opened[leaves]
+        self._store(leaving, np.arange(len(leaving)))
+        self.open_blocks, self.opened = blocks[~is_whole], opened
+        self.is_stored[self.open_blocks] = False
+
+    def _store(self, blocks: Blocks, places: Blocks) -> None:
+        self.file.write(blocks, places)
+        self.is_stored[blocks] = True
 
     # Blocks
 
@@ -409,9 +333,7 @@ class DiskStore(KVStore):
         if len(places):
             disk.reserve(int(places[-1]) + 1)
         is_stored = self.is_stored[blocks]
-        self.file.read(blocks[is_stored] + self._first_block, places[is_stored])
-        if is_stored.all():
-            return
+        self.file.read(blocks[is_stored], places[is_stored])
         others, their_places = blocks[~is_stored], places[~is_stored]
         disk.buffer[their_places] = 0
         is_open = np.isin(others, self.open_blocks)
@@ -438,10 +360,18 @@ class DiskStore(KVStore):
         change[ends + 1] -= 1
         return np.flatnonzero(change.cumsum())
 
-    def _blocks_of_lines(self, first: int, end: int) -> Blocks:
-        """Blocks from `first` to `end` of every line."""
-        begins = np.arange(self.heads) * self.line_blocks
-        return (begins[:, None] + np.arange(first, end)).reshape(-1)
+    def _blocks_of(self, begin: int, end: int) -> tuple[Blocks, int, NDArray[np.bool_]]:
+        """The blocks of the columns from `begin` to `end` in every line, the byte at which they
+        begin there, and which blocks have no other column."""
+        first_byte, end_byte = begin * self.slot_bytes, end * self.slot_bytes
+        first = first_byte // BLOCK_BYTES
+        of_line = np.arange(first, -(-end_byte // BLOCK_BYTES))
+        begins_there = of_line * BLOCK_BYTES >= first_byte
+        ends_there = (of_line + 1) * BLOCK_BYTES <= end_byte
+        lines = np.arange(self.heads) * self.line_blocks
+        blocks = (lines[:, None] + of_line).reshape(-1)
+        is_whole = np.tile(begins_there & ends_there, self.heads)
+        return blocks, first_byte - first * BLOCK_BYTES, is_whole
 
     def _columns(self, num_blocks: int, num_columns: int, begin: int) -> Tensor:
         """Rows [batch, num_kv_heads, num_columns, slot_bytes] in the first blocks of the disk's
@@ -450,31 +380,20 @@ class DiskStore(KVStore):
         rows = lines[:, begin : begin + num_columns * self.slot_bytes]
         return rows.view(self.batch, self.num_kv_heads, num_columns, self.slot_bytes)
 
-    def _offsets(self, chosen: Listed) -> Bytes:
-        """The first byte of each row."""
-        highest = int(chosen.slots.max())
-        if highest >= self.capacity:
-            raise IndexError(f"slot {highest} is beyond the capacity of {self.capacity} slots")
-        return chosen.heads * self.line_blocks * BLOCK_BYTES + chosen.slots * self.slot_bytes
+    def _listed(self, chosen: Chosen) -> tuple[Bytes, tuple[Bytes, Bytes, Bytes]]:
+        """The first byte of each row, and its sequence, KV head and row of a buffer."""
+        batch, head, row, slot = listed(chosen.slots, self.capacity)
+        if chosen.targets is not None:
+            row = chosen.targets.numpy()[batch, head, row]
+        line = batch * self.num_kv_heads + head
+        offsets = line * self.line_blocks * BLOCK_BYTES + slot * self.slot_bytes
+        return offsets, (batch, head, row)
 
-    def _places(self, chosen: Listed) -> tuple[Bytes, Bytes, Bytes]:
-        """Batch, KV head and row of a buffer, of each."""
-        return *np.divmod(chosen.heads, self.num_kv_heads), chosen.targets
-
-    def _rows_from(self, blocks: Blocks) -> NDArray[np.uint8]:
+    def _rows_of(self, blocks: Blocks) -> NDArray[np.uint8]:
         """The row that begins at each byte of the disk's buffer, which holds `blocks`: a view,
         uint8 [bytes, slot_bytes]."""
         held = self.file.disk.buffer[: len(blocks)].reshape(-1)
         return sliding_window_view(held, self.slot_bytes, writeable=True)
-
-
-def _listed(chosen: Chosen) -> Listed:
-    slots = chosen.slots.flatten(0, 1).numpy()
-    heads, places = np.nonzero(slots >= 0)
-    targets = places
-    if chosen.targets is not None:
-        targets = chosen.targets.flatten(0, 1).numpy()[heads, places]
-    return Listed(heads, slots[heads, places], targets)
 
 
 def _starts(blocks: Blocks, offsets: Bytes) -> Bytes:

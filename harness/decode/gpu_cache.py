@@ -120,8 +120,7 @@ class GpuCache:
 class GpuCacheFetcher(Fetcher):
     """Brings the rows of a layer that its GPU cache lacks. The cache is the fetcher's buffer.
 
-    gpu_cache: which rows are there. tokens: the token of each slot as the last selection found it,
-    int32 [batch, 1 or num_kv_heads, slots].
+    gpu_cache: which rows are there.
     """
 
     keeps_rows = True
@@ -131,20 +130,16 @@ class GpuCacheFetcher(Fetcher):
         assert share.rooms is not None, "rows have room there"
         self.gpu_cache = GpuCache(share.rooms, store.num_kv_heads, share.device)
         self.buffer = share.new_buffer(store, max(share.rooms))
-        self.tokens = share.batch.tokens[:, None]
 
     @property
     def device_bytes(self) -> int:
         return self.gpu_cache.nbytes
 
-    def note_tokens(self, tokens: Tensor, may_change: bool) -> None:
-        self.tokens = tokens.clone() if may_change else tokens
-
-    def request_selected(self, mask: Tensor, most: int) -> tuple[Fetch, Tensor]:
+    def request_selected(self, mask: Tensor, most: int, tokens: Tensor) -> tuple[Fetch, Tensor]:
         room = self.gpu_cache.slots.shape[-1]
         fetch = Fetch(room, self.store.rows_in(self.buffer, room))
         column = self.share.batch.column
-        request, fetch.present = self.gpu_cache.request(mask, self.tokens, column, most)
+        request, fetch.present = self.gpu_cache.request(mask, tokens, column, most)
         self.fetch = fetch
         self.load(request, fetch.cached)
         _, num_missed = fetch.moving[-1]

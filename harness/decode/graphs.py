@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.decode.cache import Fetch, LayerCache
+from harness.decode.cache import Fetch
 from harness.decode.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -41,38 +42,37 @@ class HostState(NamedTuple):
     free: list[Tensor]
     num_columns: int
     rows: int
-    crossed: list[dict[int, int]]
+    crossed: list[Counter[int]]
 
     @classmethod
     def of(cls, session: LiveSession) -> HostState:
         share = session.share
         return cls(
             session.steps,
-            [cache.fetcher.fetch for cache in _fetching(session)],
+            [cache.fetcher.fetch for cache in session.fetching],
             [*share.free],
             session.model_cache.num_columns,
             session.reads.rows,
-            [dict(count.of_host) for count in session.traffic.counts],
+            [count.of_host.copy() for count in session.traffic.counts],
         )
 
     def give_to(self, session: LiveSession) -> None:
         """Let the host know this and nothing else."""
         share = session.share
         share.batch.steps = self.steps
-        for cache, fetch in zip(_fetching(session), self.pending, strict=True):
+        for cache, fetch in zip(session.fetching, self.pending, strict=True):
             cache.fetcher.fetch = fetch
         share.free[:] = self.free
         session.model_cache.num_columns = self.num_columns
         session.reads.rows = self.rows
         for count, of_host in zip(session.traffic.counts, self.crossed, strict=True):
-            count.of_host = dict(of_host)
+            count.of_host = of_host.copy()
 
     def after(self, begin: HostState, end: HostState) -> HostState:
         """This state after a step that leads from `begin` to `end`."""
         crossed = []
         for now, first, last in zip(self.crossed, begin.crossed, end.crossed, strict=True):
-            moved = {width: last[width] - first.get(width, 0) for width in last}
-            crossed.append({width: now.get(width, 0) + moved[width] for width in moved})
+            crossed.append(now + (last - first))
         return HostState(
             self.steps + end.steps - begin.steps,
             end.pending,
@@ -164,9 +164,8 @@ class StepGraphs:
         memory is collected, which may wait for the device."""
         session = self.session
         timeline, session.timeline = session.timeline, Timeline(session.attached.device)
-        uses = [link.uses for link in session.links]
-        for link in session.links:
-            link.uses = ()
+        if session.link is not None:
+            uses, session.link.uses = session.link.uses, ()
         was_collecting = gc.isenabled()
         gc.disable()
         try:
@@ -175,9 +174,5 @@ class StepGraphs:
             if was_collecting:
                 gc.enable()
             session.timeline = timeline
-            for link, of_link in zip(session.links, uses, strict=True):
-                link.uses = of_link
-
-
-def _fetching(session: LiveSession) -> list[LayerCache]:
-    return [cache for cache in session.caches if isinstance(cache, LayerCache)]
+            if session.link is not None:
+                session.link.uses = uses

@@ -12,15 +12,14 @@ a local disk. Packed rows and weights cross.
 from __future__ import annotations
 
 import math
-import queue
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +37,13 @@ TRANSFERS_KEPT = 256
 
 Move = Callable[[], int]
 """Copies, and returns the bytes moved, as `KVStore.load`."""
+
+
+class Moved(NamedTuple):
+    """A transfer of a worker that has ended: in perf_counter seconds, and the bytes moved."""
+
+    end_s: float
+    num_bytes: int
 
 
 class LinkUse:
@@ -132,8 +138,9 @@ class Ticket:
     @property
     def block_bytes(self) -> int:
         """Bytes that a disk moved for it, once it is waited for; 0 for another memory."""
-        is_of_disk = isinstance(self._link, DiskLink)
-        return self._started.num_bytes if is_of_disk and self._started is not None else 0
+        if self._started is None or not isinstance(self._link, DiskLink):
+            return 0
+        return self._started.result().num_bytes
 
 
 class Link(AbstractContextManager["Link"], ABC):
@@ -179,11 +186,7 @@ class Link(AbstractContextManager["Link"], ABC):
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
         """Start copying `source`, contiguous and in host memory, to `target` on the device. Raises
         as `prefetch`."""
-
-        def move() -> int:
-            return target.copy_(source, non_blocking=True).nbytes
-
-        return Ticket(self, move, [target])
+        return Ticket(self, lambda: target.copy_(source, non_blocking=True).nbytes, [target])
 
     def open_use(self) -> LinkUse:
         """Measure how busy the link is, until the use is closed."""
@@ -241,94 +244,59 @@ def open_link(
     return EmulatedLink(bytes_per_s, overlap=overlap)
 
 
-class _Job:
-    """One transfer of a worker. Set before `done`: the end in perf_counter seconds, and the bytes
-    moved."""
-
-    def __init__(self, move: Move) -> None:
-        self.move = move
-        self.submitted_s = self.end_s = time.perf_counter()
-        self.num_bytes = 0
-        self.error: BaseException | None = None
-        self.done = threading.Event()
-
-
 class EmulatedLink(Link):
     """A link within RAM, of a given rate.
 
     A transfer starts once it is submitted and the link is free, and ends bytes / bytes_per_s later,
     the copy's own time included. Who waits for it sleeps until then. A worker thread goes on to the
     next copy, whose start is computed, so late wake-ups do not add up. It copies on one thread, as
-    a copy engine that takes no compute cores would. If it dies, every transfer under way and every
-    later call raises its error.
+    a copy engine that takes no compute cores would. Behind a transfer that fails nothing moves any
+    more: who waits for it, or for a later one, gets its error.
     """
 
     def __init__(self, bytes_per_s: float, *, overlap: bool = True) -> None:
         super().__init__(overlap=overlap)
         self.bytes_per_s = bytes_per_s
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._last: _Job | None = None
-        self._error: BaseException | None = None
-        self._is_set_up = threading.Event()
-        self._worker = threading.Thread(target=self._work, name="kv-link", daemon=True)
-        self._worker.start()
-        self._is_set_up.wait()
+        self._worker = ThreadPoolExecutor(1, "kv-link", torch.set_num_threads, (1,))
+        self._last: Future[Moved] = self._worker.submit(Moved, 0.0, 0)
+        self._last.result()  # the worker has begun
         torch.set_num_threads(torch.get_num_threads())  # of threads to come, which had the worker's
 
     def ends_at(self, start_s: float, num_bytes: int) -> float:
         """When a transfer that has moved its bytes gives the link free, in perf_counter seconds."""
         return max(start_s + num_bytes / self.bytes_per_s, time.perf_counter())
 
-    def start(self, move: Move, used: Sequence[Tensor]) -> _Job:
-        if self._error is not None:
-            raise self._error
-        if not self._worker.is_alive():
-            raise RuntimeError("the link is closed")
-        self._last = _Job(move)
-        self._jobs.put(self._last)
+    def start(self, move: Move, used: Sequence[Tensor]) -> Future[Moved]:
+        self._last = self._worker.submit(self._run, move, self._last, time.perf_counter())
         return self._last
 
-    def wait_moved(self, started: _Job) -> None:
-        while not started.done.wait(timeout=1.0):
-            if not self._worker.is_alive() and not started.done.is_set():
-                raise self._error or RuntimeError("the link was closed under a transfer")
-        if started.error is not None:
-            raise started.error
+    @torch.inference_mode()
+    def _run(self, move: Move, before: Future[Moved], submitted_s: float) -> Moved:
+        """A transfer, in the worker. before: the transfer before it, which has ended."""
+        start_s = max(submitted_s, before.result().end_s)
+        num_bytes = move()
+        end_s = self.ends_at(start_s, num_bytes)
+        for use in self.uses:
+            use.add(start_s, end_s)
+        return Moved(end_s, num_bytes)
 
-    def finish(self, started: _Job) -> None:
-        self.wait_moved(started)
+    def wait_moved(self, started: Future[Moved]) -> None:
+        started.result()
+
+    def finish(self, started: Future[Moved]) -> None:
         # Sleep without holding a core before the last 0.1 ms.
-        remaining = started.end_s - time.perf_counter()
+        end_s = started.result().end_s
+        remaining = end_s - time.perf_counter()
         if remaining > SLEEP_SLACK_S:
             time.sleep(remaining - SLEEP_SLACK_S)
-        while time.perf_counter() < started.end_s:
+        while time.perf_counter() < end_s:
             time.sleep(0)
 
     def drain(self) -> None:
-        if self._last is not None:
-            self.finish(self._last)
+        self.finish(self._last)
 
     def close(self) -> None:
-        self._jobs.put(None)
-        self._worker.join()
-
-    @torch.inference_mode()
-    def _work(self) -> None:
-        torch.set_num_threads(1)  # of this thread, and of every thread that begins after it
-        self._is_set_up.set()
-        free_s = 0.0
-        while (job := self._jobs.get()) is not None:
-            start_s = max(job.submitted_s, free_s)
-            try:
-                job.num_bytes = job.move()
-            except BaseException as error:
-                self._error = job.error = error
-                job.done.set()
-                return
-            job.end_s = free_s = self.ends_at(start_s, job.num_bytes)
-            for use in self.uses:
-                use.add(start_s, free_s)
-            job.done.set()
+        self._worker.shutdown()
 
 
 class DiskLink(EmulatedLink):
@@ -367,9 +335,10 @@ class CudaLink(Link):
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
             uses = self.uses
-            start = _event(stream, timed=True) if uses else None
+            start = now(self.device) if uses else None
             move()
-            end = _event(stream, timed=bool(uses))
+            end = torch.cuda.Event(enable_timing=bool(uses))  # which costs more
+            end.record(stream)
         for tensor in used:
             tensor.record_stream(stream)
         for use in uses:
@@ -393,10 +362,3 @@ class CudaLink(Link):
 
     def close(self) -> None:
         self.drain()  # kernels may still be reading pinned memory that is about to be freed
-
-
-def _event(stream: torch.cuda.Stream, *, timed: bool) -> torch.cuda.Event:
-    """An event recorded on `stream` now; keeping the time costs more."""
-    event = torch.cuda.Event(enable_timing=timed)
-    event.record(stream)
-    return event

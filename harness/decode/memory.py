@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,28 +62,16 @@ class NoRoomError(UserError):
         self.is_host = is_host
 
 
-class SessionBytes(NamedTuple):
-    """Memory of a session, without the weights. managed: lies in either memory."""
-
-    host: int
-    device: int
-    managed: int = 0
-
-    def plus(self, other: SessionBytes) -> SessionBytes:
-        """The sum of both, each memory by itself."""
-        host, device = self.host + other.host, self.device + other.device
-        return SessionBytes(host, device, self.managed + other.managed)
-
-
-def require_session(needed: SessionBytes, device: torch.device) -> None:
-    """Raise UserError where host or device memory is too small. On a CPU both are one memory."""
-    if needed.managed:
-        require_managed(needed, device)
+def require_session(host: int, on_device: int, managed: int, device: torch.device) -> None:
+    """Raise UserError where host or device memory is too small for the bytes of a session. On a CPU
+    both are one memory. managed: lie in either."""
+    if managed:
+        require_managed(managed, on_device, device)
     if device.type == "cpu":
-        require_memory(sum(needed), device, "live decoding")
+        require_memory(host + on_device + managed, device, "live decoding")
     else:
-        require_memory(needed.host, torch.device("cpu"), "live decoding")
-        require_memory(needed.device, device, "live decoding")
+        require_memory(host, torch.device("cpu"), "live decoding")
+        require_memory(on_device, device, "live decoding")
 
 
 def require_memory(num_bytes: int, home: torch.device, what: str) -> None:
@@ -253,8 +241,9 @@ def _unlock(address: int) -> None:
 # another page leaves. Nothing is advised or prefetched, so this is what the driver does by itself.
 
 
-def require_managed(needed: SessionBytes, device: torch.device) -> None:
-    """Raise UserError where `device` has no managed memory, or too little is free.
+def require_managed(managed: int, on_device: int, device: torch.device) -> None:
+    """Raise UserError where `device` has no managed memory, or too little is free for the bytes of
+    a session.
 
     Needs a CUDA device with concurrent managed access, host memory for all managed pages, and as
     much free device memory as the managed pages and the session's own memory there take together.
@@ -271,18 +260,18 @@ def require_managed(needed: SessionBytes, device: torch.device) -> None:
             "allowed on it: device, host"
         )
     host = available_memory()
-    if needed.managed > host:
+    if managed > host:
         raise UserError(
-            f"placement=managed: the KV cache needs {needed.managed / GIB:.1f} GiB of host memory, "
+            f"placement=managed: the KV cache needs {managed / GIB:.1f} GiB of host memory, "
             f"where its pages go, and {host / GIB:.1f} GiB are available; {MEMORY_HINTS}; "
             f"{HOST_HINT}"
         )
     torch.cuda.empty_cache()  # managed pages cannot lie in memory that torch keeps for tensors
     free, _ = torch.cuda.mem_get_info(device)
-    if needed.managed + needed.device > free:
+    if managed + on_device > free:
         raise UserError(
-            f"placement=managed: the KV cache of {needed.managed / GIB:.1f} GiB and "
-            f"{needed.device / GIB:.1f} GiB beside it may be at most the {free / GIB:.1f} GiB of "
+            f"placement=managed: the KV cache of {managed / GIB:.1f} GiB and "
+            f"{on_device / GIB:.1f} GiB beside it may be at most the {free / GIB:.1f} GiB of "
             f"device memory that are free; {MEMORY_HINTS}"
         )
 

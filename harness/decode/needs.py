@@ -7,10 +7,10 @@ device's memory holds, by arithmetic alone.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from harness.decode import memory
 from harness.decode.disk import DiskStore
 from harness.decode.gpu_cache import GpuCache, most_read, rooms
-from harness.decode.memory import DEFAULT_TUNING, SessionBytes, Tuning, layer_bytes, tensor_bytes
+from harness.decode.memory import DEFAULT_TUNING, GIB, Tuning, layer_bytes, tensor_bytes
 from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
 from harness.decode.share import LAYERS_UNDER_WAY, BatchLengths
 from harness.decode.store import KVStore, RowFormat
@@ -35,6 +35,7 @@ from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
 from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, codec_at, mean_bits
 from methods.evicting import EvictingState
+from methods.full import Full
 
 CPU = torch.device("cpu")
 
@@ -64,34 +65,34 @@ class ModelSizes:
     weight_bytes: int
 
 
-class DeviceNeeds(NamedTuple):
-    """What the layers of a device need. Bytes, but for the first two; all but `host` and `managed`
-    lie on the device.
+class Needs(NamedTuple):
+    """Bytes that a batch needs; each field says where."""
 
-    ahead: the first layers, whose rows cross the link during the whole step before; each has a
-    buffer of its own. shared: the largest store of the other layers and the rows of each of the two
-    buffers that they use in turns; None without a link.
-    host: in host memory. managed: in either. slots: on the device; aligned: what their pieces take,
-    each at its own address. windows: of local layers. buffers: of fetched rows. under_way: packed
-    rows of a prompt on their way to the host. resident: exact rows, and lists of the GPU cache.
-    workspace: activations. kept: what the state keeps of the prompt; state: all of it, calibration
-    included. weights: of the model.
-    """
-
-    ahead: Sequence[int]
-    shared: tuple[KVStore, int] | None
     host: int
+    """Slots in host memory, with what aligns them; of a disk, the blocks of a layer that cross
+    together, and those that stay open."""
     managed: int
+    """Slots in either memory, with what aligns them."""
     slots: int
+    """Slots on the device."""
     aligned: int
+    """The same with what aligns them."""
     windows: int
+    """Local layers, on the device."""
     buffers: int
+    """Fetched rows, on the device."""
     under_way: int
+    """A prompt's packed rows, on the device until they have reached the host."""
     resident: int
-    workspace: int = 0
+    """Exact rows and lists of the GPU cache, on the device."""
+    workspace: int
+    """Activations, on the device."""
+    weights: int
+    """The model, on the device."""
     kept: int = 0
+    """What the state keeps of the prompt, on the device."""
     state: int = 0
-    weights: int = 0
+    """All of the state, calibration included, on the device."""
 
     @property
     def session(self) -> int:
@@ -99,15 +100,15 @@ class DeviceNeeds(NamedTuple):
         return self.slots + self.windows + self.buffers + self.resident + self.state
 
     @property
-    def asked(self) -> SessionBytes:
-        """What a session asks for, `LiveSession.bytes_needed`, and what the state keeps."""
+    def asked(self) -> int:
+        """What a session asks the device for, and what its state keeps."""
         rows = self.aligned + self.windows + self.buffers + self.under_way + self.resident
-        return SessionBytes(self.host, rows + self.kept + self.workspace, self.managed)
+        return rows + self.kept + self.workspace
 
     @property
     def device(self) -> int:
         """Device memory that must be there: weights, session and workspace."""
-        return self.weights + max(self.session + self.workspace, self.asked.device)
+        return self.weights + max(self.session + self.workspace, self.asked)
 
 
 class StateSizes(NamedTuple):
@@ -172,79 +173,71 @@ class Plan:
         dtype = self.model.dtype
         return FloatCodec(next(name for name, stored in FLOAT_DTYPES.items() if stored == dtype))
 
-    def needs(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> DeviceNeeds:
-        """The bytes of a batch. pass_tokens: prompt tokens in one pass.
+    def needs(
+        self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS, *, with_state: bool = True
+    ) -> Needs:
+        """The bytes of a batch.
 
-        Raises UserError or ValueError for a method that cannot run so.
+        pass_tokens: prompt tokens that pass a layer together. with_state: size the method's state,
+        too. Raises UserError or ValueError for a method that cannot run so.
         """
-        layers = range(len(self.policies))
         stores, rooms = self.stores(lengths), self.rooms(lengths)
-        in_pass = self._pass_tokens(lengths, pass_tokens)
-        needs = self.device_needs(layers, stores, lengths, rooms, in_pass)
-        state = self.state(lengths)
-        return needs._replace(
-            workspace=self.workspace(lengths, pass_tokens),
-            kept=state.kept,
-            state=state.whole,
-            weights=self.model.weight_bytes,
-        )
-
-    def device_needs(
-        self,
-        layers: Iterable[int],
-        stores: Mapping[int, KVStore],
-        lengths: BatchLengths,
-        rooms: Sequence[int] | None,
-        pass_tokens: int,
-    ) -> DeviceNeeds:
-        """What the layers of one device need beside activations, the method's state and weights.
-
-        stores: of those that see every token. rooms: as `rooms`. pass_tokens: tokens of the prompts
-        that pass a layer together.
-        """
-        resident = sum(self._resident(layer, stores[layer], lengths, rooms) for layer in stores)
-        ahead: list[int] = []
-        shared, buffers, under_way = None, 0, 0
-        if self.placement in BEHIND_LINK and stores:
-            policies = {layer: self.policies[layer] for layer in stores}
-            numbers = [policy.number for policy in policies.values() if policy.kind == "method"]
-            if numbers and self.reads_less:
-                ahead = [layer for layer in stores if policies[layer].kind == "full"]
-            selected = 0 if numbers else lengths.columns
-            for prompt in {*lengths.prompts}:
-                final = prompt + lengths.max_new_tokens
-                selected = max(selected, most_read(self.method, numbers, prompt, final))
-            of_others = []
-            for layer, store in stores.items():
-                if layer in ahead:
-                    buffers += store.buffer_bytes(store.capacity)
-                else:
-                    of_others.append((store, min(selected, store.capacity)))
-                if rooms is not None and policies[layer].names_rows:
-                    buffers += store.buffer_bytes(max(rooms))  # which keeps the rows
-            shared = max(of_others, key=lambda other: other[0].buffer_bytes(other[1]))
-            buffers += 2 * shared[0].buffer_bytes(shared[1])
-            for store in stores.values():
-                tokens = min(pass_tokens, store.batch * store.capacity)
-                packed = store.num_kv_heads * tokens * store.slot_bytes
-                under_way = max(under_way, LAYERS_UNDER_WAY * packed)
+        batch = len(lengths.prompts)
+        tokens = max(batch, min(pass_tokens, batch * max(lengths.prompts)))  # or a step's
         sizes = [store.nbytes for store in stores.values()]
         aligned = sum(map(memory.aligned, sizes))
-        # Of a disk, the blocks of a layer that cross together, and those that stay open.
         host = {"host": aligned, "disk": 2 * max(sizes, default=0)}
         on_device = self.placement == "device"
-        return DeviceNeeds(
-            ahead,
-            shared,
+        buffers = under_way = resident = 0
+        if self.placement in BEHIND_LINK and stores:
+            store, num_rows = self.shared_buffer(stores, lengths)
+            buffers = 2 * store.buffer_bytes(num_rows)
+            for layer, store in stores.items():
+                if layer in self.ahead:
+                    buffers += store.buffer_bytes(store.capacity)
+                if rooms is not None and self.policies[layer].names_rows:
+                    buffers += store.buffer_bytes(max(rooms))  # which keeps the rows
+                held = store.num_kv_heads * min(tokens, batch * store.capacity) * store.slot_bytes
+                under_way = max(under_way, LAYERS_UNDER_WAY * held)
+        for layer, store in stores.items():
+            resident += self._resident(layer, store, lengths, rooms)
+        state = self.state(lengths) if with_state else StateSizes(0, 0, {})
+        return Needs(
             host=host.get(self.placement, 0),
             managed=aligned if self.placement == "managed" else 0,
             slots=sum(sizes) if on_device else 0,
             aligned=aligned if on_device else 0,
-            windows=sum(self.window_bytes(layer, lengths) for layer in layers),
+            windows=sum(self._window(layer, lengths) for layer in self.model.layers),
             buffers=buffers,
             under_way=under_way,
             resident=resident,
+            workspace=self.model.sizes.num_elements(tokens) * self.model.dtype.itemsize,
+            weights=self.model.weight_bytes,
+            kept=state.kept,
+            state=state.whole,
         )
+
+    @cached_property
+    def ahead(self) -> list[int]:
+        """The layers whose rows cross the link during the whole step before, each into a buffer of
+        its own: dense ones, where the others read less."""
+        if self.placement not in BEHIND_LINK or not self.governed or not self.reads_less:
+            return []
+        return [layer for layer, policy in enumerate(self.policies) if policy.kind == "full"]
+
+    def shared_buffer(
+        self, stores: Mapping[int, KVStore], lengths: BatchLengths
+    ) -> tuple[KVStore, int]:
+        """The largest buffer of the layers that use two in turns: whose it is, and its rows."""
+        selected = 0 if self.governed else lengths.columns
+        for prompt in {*lengths.prompts}:
+            final = prompt + lengths.max_new_tokens
+            selected = max(selected, most_read(self.method, [*self.governed], prompt, final))
+        wanted = []
+        for layer, store in stores.items():
+            if layer not in self.ahead:
+                wanted.append((store, min(selected, store.capacity)))
+        return max(wanted, key=lambda buffer: buffer[0].buffer_bytes(buffer[1]))
 
     def _resident(
         self, layer: int, store: KVStore, lengths: BatchLengths, rooms: Sequence[int] | None
@@ -267,9 +260,8 @@ class Plan:
         pairs = [(prompt, prompt + lengths.max_new_tokens) for prompt in lengths.prompts]
         return rooms(self.method, self.policies, self.gpu_cache, pairs)
 
-    def window_bytes(self, layer: int, lengths: BatchLengths) -> int:
+    def _window(self, sizes: LayerSizes, lengths: BatchLengths) -> int:
         """Bytes of a local layer; 0 for one that sees every token."""
-        sizes = self.model.layers[layer]
         if sizes.policy.window is None:
             return 0
         elements = sizes.num_kv_heads * (sizes.head_dim + sizes.value_dim)
@@ -278,27 +270,25 @@ class Plan:
     def stores(
         self,
         lengths: BatchLengths,
-        layers: Iterable[int] | None = None,
         device: torch.device = CPU,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> dict[int, KVStore]:
-        """The store of each layer that sees every token, of `layers` or of all, without memory.
+        """The store of each layer that sees every token, without memory.
 
         device: where they compute; tuning: of the link to it. Dense layers store rows as they are,
         here and in replay.
         """
+        on_disk = self.placement == "disk"
+        make = DiskStore if on_disk else partial(KVStore, placement=self.placement, tuning=tuning)
         stores = {}
-        for layer in range(len(self.policies)) if layers is None else layers:
-            sizes = self.model.layers[layer]
+        for layer, sizes in enumerate(self.model.layers):
             if sizes.policy.window is not None:
                 continue
             codec = self.codec_of(sizes.policy)
             row_format = RowFormat(
                 codec, sizes.head_dim, self.model.dtype, sizes.value_dim, sizes.values_in_keys
             )
-            on_disk = self.placement == "disk"
-            host_or_device = partial(KVStore, placement=self.placement, tuning=tuning)
-            stores[layer] = (DiskStore if on_disk else host_or_device)(
+            stores[layer] = make(
                 row_format,
                 batch=len(lengths.prompts),
                 num_kv_heads=sizes.num_kv_heads,
@@ -316,18 +306,6 @@ class Plan:
         if codec.residual:
             return max(codec.stored(row.cached) for row in rows)
         return lengths.columns
-
-    def workspace(self, lengths: BatchLengths, pass_tokens: int = PASS_TOKENS) -> int:
-        """Bytes of the activations of one layer: in a pass over `pass_tokens` of the prompts'
-        tokens, or in a decode step of the whole batch, whichever are more."""
-        rows = self._pass_tokens(lengths, pass_tokens)
-        return self.model.sizes.num_elements(rows) * self.model.dtype.itemsize
-
-    def _pass_tokens(self, lengths: BatchLengths, most: int) -> int:
-        """Tokens in a pass over `most` of the prompts' tokens, or in a decode step, whichever are
-        more."""
-        batch = len(lengths.prompts)
-        return max(batch, min(most, batch * max(lengths.prompts)))
 
     def state(self, lengths: BatchLengths) -> StateSizes:
         """The sizes of the state. Those of a batch of equal prompts grow by the same number of
@@ -367,6 +345,123 @@ def largest_batch(fits: Callable[[int], bool], most: int) -> int:
         fitting, above = above, 2 * above
     between = range(fitting + 1, min(above, most + 1))
     return fitting + bisect_left(between, True, key=lambda batch: not fits(batch))
+
+
+Wall = Literal["device memory", "host memory", "max_batch"]
+"""Where the search for the largest batch ended."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """A method on a device of `device_bytes`, for sequences of prompt_len + gen_len tokens.
+
+    device: the setting that gives the device. host_bytes: host memory for the cache; None: any.
+    max_batch: the search ends there. in_one_pass: the prompts of a batch pass each layer together;
+    else 2,048 of their tokens at a time. ran_out_at: a batch that fits by arithmetic, and for which
+    a memory, ran_out_of, did not suffice; None: there is none.
+    """
+
+    device: str
+    plan: Plan
+    prompt_len: int
+    gen_len: int
+    device_bytes: int
+    host_bytes: int | None
+    max_batch: int
+    in_one_pass: bool = False
+    ran_out_at: int | None = None
+    ran_out_of: Wall | None = None
+
+    def __post_init__(self) -> None:
+        weights = self.plan.model.weight_bytes
+        if weights >= self.device_bytes:
+            raise UserError(
+                f"{self.device}: its {self.device_bytes / GIB:.4g} GiB must be above "
+                f"{weights / GIB:.3f} GiB, which the weights take"
+            )
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence at its end."""
+        return self.prompt_len + self.gen_len
+
+    def lengths(self, batch: int) -> BatchLengths:
+        """A batch of equal sequences."""
+        return BatchLengths((self.prompt_len,) * batch, self.gen_len)
+
+    def needs(self, batch: int) -> Needs:
+        """The bytes of a batch."""
+        pass_tokens = batch * self.prompt_len if self.in_one_pass else PASS_TOKENS
+        return self.plan.needs(self.lengths(batch), pass_tokens)
+
+    def wall_of(self, batch: int) -> Wall | None:
+        """The bound that a batch breaks; None where it fits."""
+        needs = self.needs(batch)
+        if self.ran_out_at is not None and batch >= self.ran_out_at:
+            return self.ran_out_of
+        if needs.device > self.device_bytes:
+            return "device memory"
+        if self.host_bytes is not None and needs.host > self.host_bytes:
+            return "host memory"
+        return "max_batch" if batch > self.max_batch else None
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest batch that fits; 0 where one sequence does not."""
+        return largest_batch(lambda batch: self.wall_of(batch) is None, self.max_batch)
+
+    @cached_property
+    def full(self) -> Capacity:
+        """The full cache on the same device."""
+        model, layers = self.plan.model, []
+        for layer in model.layers:
+            layers.append(layer._replace(policy=layer.policy._replace(when="kept")))
+        plan = Plan(replace(model, layers=layers), Full(), None, "device")
+        return replace(self, plan=plan, host_bytes=None, ran_out_at=None)
+
+    @property
+    def equal_batch(self) -> int:
+        """The batch at which methods are compared: the largest of the full cache on the device, at
+        least 1."""
+        return max(1, self.full.largest)
+
+    def batches(self, curve: bool) -> list[int]:
+        """The batches to be timed: the equal and the largest one, and the powers of two below."""
+        found = {self.equal_batch, self.largest}
+        power = 1
+        while curve and power < self.largest:
+            found.add(power)
+            power *= 2
+        return sorted(batch for batch in found if 0 < batch <= self.largest)
+
+    def rows(
+        self, speeds: Mapping[int, dict[str, Any]], marks: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The rows of a table: one for each batch that was timed; one without numbers where no
+        batch fits.
+
+        speeds: the timed columns by batch. marks: columns that all rows have.
+        """
+        rows = []
+        for batch, speed in (speeds or {0: {}}).items():
+            needs = self.needs(max(1, batch))
+            columns = {
+                "batch_size": batch,
+                "prompt_len": self.prompt_len,
+                "gen_len": self.gen_len,
+                "context": self.context,
+                "memory_bytes": self.device_bytes,
+                "largest_batch": self.largest,
+                "kv_tokens": self.largest * self.context,
+                "wall": self.wall_of(self.largest + 1),
+                "equal_batch": self.equal_batch,
+                "device_kv_bytes": needs.session,
+                "host_kv_bytes": needs.host,
+            }
+            rows.append(marks | columns | speed)
+        equal = speeds.get(self.equal_batch, {})
+        rows[-1]["equal_tokens_per_s"] = equal.get("decode_tokens_per_s")
+        return rows
 
 
 # The sizes of a state: its own code runs on tensors that have a shape and no numbers. Queries, keys

@@ -50,11 +50,11 @@ class ValuesCache(LayerCache):
         super().keep_prompt(prompt)
         key, value = prompt.key, prompt.value
         mask = resident_of(self.state, self.policy.number, key)
-        rows = self.batch.rows(0)
+        rows = self.batch.counts.rows(0)
         most = max(self.method.tokens_resident(row, self.policy.number) for row in rows)
         slots, _ = indices(mask, most)
         index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
-        room = (0, 0, 0, self.batch.max_new_tokens)
+        room = (0, 0, 0, self.batch.counts.max_new_tokens)
         self.keys = pad(key.gather(2, index), room)
         self.values = pad(value.gather(2, index), room)
         self.present = slots >= 0
@@ -71,8 +71,8 @@ class ValuesCache(LayerCache):
         rows = num_prompt + max_new_tokens
         return store.heads * (rows * row.elements * row.dtype.itemsize + num_prompt)
 
-    def request_rows(self, selection: Selection) -> Tensor:
-        slots = super().request_rows(selection)
+    def request_rows(self, selection: Selection, tokens: Tensor) -> Tensor:
+        slots = super().request_rows(selection, tokens)
         self.fetched_keys = rebuilt(self.state, self.policy.number, slots)  # beside the transfer
         return slots
 
@@ -140,7 +140,7 @@ class ResidualCache(LayerCache):
         return store.heads * (cls.num_ring_rows(codec) + 1) * of_row
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
-        rows = self.batch.rows(self.batch.steps + steps_ahead)
+        rows = self.batch.counts.rows(self.batch.steps + steps_ahead)
         return max(self.codec.stored(row.cached) for row in rows)
 
     def parts(self, fetch: Fetch) -> list[KeyValue]:
@@ -180,7 +180,7 @@ class ResidualCache(LayerCache):
 
     def keep_own(self, key: Tensor, value: Tensor) -> None:
         own, codec = self.batch.positions[:, None], self.codec
-        rows = self.batch.rows(self.batch.steps + 1)
+        rows = self.batch.counts.rows(self.batch.steps + 1)
         at = own % self.ring_rows
         self.keys.scatter_(2, _index_along(at, self.keys), key)
         self.values.scatter_(2, _index_along(at, self.values), value)

@@ -9,7 +9,7 @@ page on which a step can be read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from itertools import pairwise
 from typing import Any
@@ -20,17 +20,16 @@ from torch.nn.attention import sdpa_kernel
 
 from harness.decode import memory
 from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
-from harness.decode.disk import BLOCK_BYTES, DiskFile
-from harness.decode.gpu_cache import GpuCache, GpuCacheFetcher
+from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.graphs import StepGraphs
 from harness.decode.links import DiskLink, Link, LinkUse
-from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, SessionBytes
-from harness.decode.needs import Plan, sizes_of
+from harness.decode.memory import DEFAULT_TUNING, PinnedSlab
+from harness.decode.needs import Needs, Plan, sizes_of
 from harness.decode.reads import StepReads
 from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
 from harness.decode.share import DeviceShare, RowCount, TokenBatch, Traffic
 from harness.decode.step import DecodeStep
-from harness.decode.store import KVStore, indices
+from harness.decode.store import KVStore
 from harness.decode.timeline import StepClock, Timeline
 from harness.model.attached import Attached
 from harness.model.attention import ROW_BACKENDS
@@ -43,6 +42,7 @@ from harness.settings.config import BEHIND_LINK, Placement
 from harness.settings.systems import check_combination
 from methods.base import Calibration, Method
 from methods.codecs.split import CacheCodec, SplitCodec, every_codec
+from methods.prompt_evicting import PromptEvictingState
 
 log = logging.getLogger(__name__)
 
@@ -54,21 +54,21 @@ class LiveSession:
     cached rows in the layers under the method; None stores them as they are. placement: where the
     cache lies. link: moves the rows of host memory or a disk. gpu_cache: rows of the GPU cache in
     each layer and KV head, as a multiple of what a step reads at most; 0, or 1 and more. pinned:
-    host memory is page-locked under CUDA, so that transfers can overlap. slabs: page-locked memory
-    by device, for sessions one after another, as locking takes seconds: a session takes the slab
-    that it finds and leaves its own, and the caller closes them. timeline: marks the segments of
+    host memory is page-locked under CUDA, so that transfers can overlap. slabs: at most one, for
+    sessions one after another, as locking takes seconds: a session takes the slab that it finds and
+    leaves its own, and the caller closes it. timeline: marks the segments of
     each step. bucket: as in `TokenBatch`, where nothing speaks against it (`why_eager`). graphs:
     with a bucket, steps are recorded and replayed (`StepGraphs`). Raises ValueError for
     combinations without meaning.
 
     Set by the prompt: share: what its layers share. caches: of each attention layer; stores: of
-    those that see every token; parts: the layers that request a part of the dense layers' rows.
-    reads: what the steps read on the device. traffic: what crossed the link. bytes_needed: memory
-    that was asked for; activations: the part of it that a pass takes.
-    link_uses: how busy the link was, if there is one, from the end of the prompt to that of the
-    last step.
+    those that see every token. reads: what the steps read on the device. traffic: what crossed the
+    link. needs: memory that was asked for. link_use: how busy the link was, if there is one, from
+    the end of the prompt to that of the last step.
     clock: when the prompt and each step ended. is_fork: see `fork`.
     """
+
+    needs: Needs
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class LiveSession:
         calibration: Calibration | None = None,
         gpu_cache: float = 0,
         pinned: bool = True,
-        slabs: MutableMapping[torch.device, PinnedSlab] | None = None,
+        slabs: list[PinnedSlab] | None = None,
         timeline: Timeline | None = None,
         bucket: int = 0,
         graphs: bool = False,
@@ -110,20 +110,16 @@ class LiveSession:
             log.warning("decode steps run by Python, not as CUDA graphs: %s", why_eager)
         self.bucket = 0 if why_eager else bucket
         self.graphs = StepGraphs(self) if self.bucket and graphs else None
-        self.leaves_slabs = slabs is not None
-        self.slabs = {} if slabs is None else slabs
+        self.slabs = slabs
         self.timeline = timeline or Timeline(attached.device)
         self._share: DeviceShare | None = None
         self.traffic = Traffic()
         self.caches: list[LayerCache | LocalCache] = []
         self.stores: list[KVStore] = []
-        self.parts: dict[LayerCache, AheadPart] = {}
         self.reads = StepReads(attached, method, self.codec)
         self.clock = StepClock(attached.device)
-        self.link_uses: list[LinkUse] = []
+        self.link_use: LinkUse | None = None
         self.model_cache = attached.new_cache()
-        self.bytes_needed = SessionBytes(0, 0)
-        self.activations = 0
         self.is_fork = False
         self._prompt_rows: dict[KVStore, Tensor] = {}
 
@@ -175,8 +171,8 @@ class LiveSession:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: all of them have been decoded")
         logits = self.run_step(ids) if self.graphs is None else self.graphs.step(ids)
         self.clock.mark()
-        for use in self.link_uses:
-            use.mark()
+        if self.link_use is not None:
+            self.link_use.mark()
         return logits
 
     @property
@@ -187,7 +183,7 @@ class LiveSession:
     def run_step(self, ids: Tensor) -> Tensor:
         """`decode_step` by Python."""
         self.batch.begin()
-        step = DecodeStep(self.caches, self.parts, self.timeline, is_last=self.is_last_step)
+        step = DecodeStep(self.caches, self.timeline, is_last=self.is_last_step)
         positions = self.batch.positions
         with launching_on(self.attached.device), sdpa_kernel(ROW_BACKENDS):
             step.begin()
@@ -205,9 +201,8 @@ class LiveSession:
         for count in self.traffic.counts:
             count.add_up()  # they may be kept where the next step's come
         with launching_on(self.attached.device):
-            for cache in self.caches:
-                if isinstance(cache, LayerCache):
-                    cache.fetcher.settle()
+            for cache in self.fetching:
+                cache.fetcher.settle()
             if self.link is not None:
                 self.link.join()
 
@@ -227,29 +222,28 @@ class LiveSession:
         if self.placement == "disk":
             raise ValueError("placement=disk: a session is not forked there")
         self._bring_back_prompt()
-        for use in self.link_uses:  # each fork has its own
-            use.close()
         child = copy(self)
         child.is_fork = True
         child.traffic = Traffic()
         # What both have. All else that hangs on the caches is copied.
-        shared: list[Any] = [self.method, *self.policies, *self.links]
+        shared: list[Any] = [self.method, *self.policies, self.link]
         for store in self.stores:
             shared += [store, store.codec]
-        shared += [*self.share.buffers, self.share.home]
+        shared += [*self.share.buffers, self.share.slab]
         for cache in self.caches:
             if isinstance(cache, ValuesCache):
                 shared += [cache.keys, cache.values]
         memo = {id(part): part for part in shared}
         memo[id(self.traffic)] = child.traffic
         memo[id(self.share.state)] = self.share.forked_state()
-        of_layers = self.share, self.caches, self.parts
-        child._share, child.caches, child.parts = deepcopy(of_layers, memo)
+        child._share, child.caches = deepcopy((self.share, self.caches), memo)
         child.model_cache = self.model_cache.fork(torch.arange(len(self.batch.prompts)))
         child.reads = StepReads(self.attached, self.method, self.codec)
         child.reads.slot_bytes = self.reads.slot_bytes
         child.clock = StepClock(self.attached.device)
-        child.link_uses = [link.open_use() for link in self.links]
+        if self.link is not None and self.link_use is not None:
+            self.link_use.close()  # each fork has its own
+            child.link_use = self.link.open_use()
         child.graphs = None if self.graphs is None else StepGraphs(child)
         return child
 
@@ -257,9 +251,9 @@ class LiveSession:
         """Write the prompt's rows over those of the last fork, where forks replace rows. The first
         call keeps a copy of them."""
         self.drain()
-        for cache in self.caches:
-            if not isinstance(cache, LayerCache) or not cache.replaces_rows:
-                continue
+        for cache in self.fetching:
+            if not cache.evicts or isinstance(cache.state, PromptEvictingState):
+                continue  # no step takes a slot of the prompt's
             rows = cache.store.slots[:, :, : cache.slots_in_use()]
             if cache.store in self._prompt_rows:
                 rows.copy_(self._prompt_rows[cache.store])
@@ -271,8 +265,8 @@ class LiveSession:
         """A further prompt of `num_rows` rows begins now, which decode steps append. The clock and
         the links' times are its own from here on; all counts go on."""
         self.clock.begin_prompt(num_rows)
-        for use in self.link_uses:
-            use.begin()
+        if self.link_use is not None:
+            self.link_use.begin()
 
     def why_eager(self) -> str | None:
         """Why no decode step can be replayed in place of a neighbour, in words; None: one can."""
@@ -301,22 +295,21 @@ class LiveSession:
         return self.share.batch
 
     @property
+    def fetching(self) -> list[LayerCache]:
+        """The caches of the layers that see every token."""
+        return [cache for cache in self.caches if isinstance(cache, LayerCache)]
+
+    @property
     def steps(self) -> int:
         """Steps decoded."""
         return self.batch.steps
-
-    @property
-    def links(self) -> list[Link]:
-        """The link; none where the cache lies on the device."""
-        return [] if self.link is None else [self.link]
 
     # What it holds, and what its decode steps have moved and read, in bytes and rows
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the file that holds the cache."""
-        home = self.share.home
-        return home.nbytes if isinstance(home, DiskFile) else 0
+        """Bytes of the files that hold the cache."""
+        return sum(store.nbytes for store in self.stores) if self.placement == "disk" else 0
 
     @property
     def rows_read(self) -> float | Tensor:
@@ -357,8 +350,8 @@ class LiveSession:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are page-locked for this session."""
-        home = self.share.home
-        return home.nbytes if isinstance(home, PinnedSlab) else 0
+        slab = self.share.slab
+        return 0 if slab is None else slab.nbytes
 
     # Open and close
 
@@ -367,33 +360,32 @@ class LiveSession:
         that stays on the device is there now."""
         self.clock.mark()
         kept = 0
-        for cache in self.caches:
-            if isinstance(cache, LayerCache) and cache.state is not None:
+        for cache in self.fetching:
+            if cache.state is not None:
                 kept += memory.layer_bytes(cache.state, cache.policy.number)
-        self.bytes_needed = self.bytes_needed.plus(SessionBytes(0, kept))
-        most = max(self.device_bytes + self.activations, self.bytes_needed.device)
+        self.needs = self.needs._replace(kept=kept)
+        most = max(self.device_bytes + self.needs.workspace, self.needs.asked)
         memory.require_emulated(most, self.attached.device)
         self.traffic.written = RowCount()
         self.share.under_way.clear()
-        for use in self.link_uses:
-            use.begin()
+        if self.link_use is not None:
+            self.link_use.begin()
 
     def drain(self) -> None:
         """Wait until nothing is under way. Raises the error of a transfer that failed."""
-        for link in self.links:
-            link.drain()
+        if self.link is not None:
+            self.link.drain()
 
     def close(self) -> None:
-        """Free the cache. The links stay open. Raises the error of a transfer that failed."""
+        """Free the cache. The link stays open. Raises the error of a transfer that failed."""
         try:
             self.drain()
         finally:
-            for use in self.link_uses:
-                use.close()
+            if self.link_use is not None:
+                self.link_use.close()
             if self.graphs is not None:
                 self.graphs.close()
             self.caches = []
-            self.parts = {}
             self._free()
 
     def _free(self) -> None:
@@ -405,60 +397,59 @@ class LiveSession:
         for store in self.stores:
             store.free()
         share.buffers, share.free = [], []
-        if share.home is None:
+        if share.slab is None:
             return
         with launching_on(self.attached.device):
-            if self.leaves_slabs and isinstance(share.home, PinnedSlab):
-                share.home.empty()
-                share.home = None
+            if self.slabs is None:
+                share.slab.close()
             else:
-                share.home.close()
+                share.slab.empty()
+                self.slabs.append(share.slab)
+                share.slab = None
 
     def _open(self, real: Tensor, pass_tokens: int, activations: int) -> None:
         """Make what decoding needs, after asking whether it fits. pass_tokens: tokens of the
         prompts that pass a layer together; activations: bytes that the pass takes."""
         assert not self.stores, "a session prefills once"
         attached, method = self.attached, self.method
-        self.activations = activations
         attached.require_length(real.shape[1] + self.max_new_tokens)
         attached.require_even(real)
         batch = TokenBatch(real, self.max_new_tokens, self.bucket)
         rooms = self.plan.rooms(batch.counts)
         state = new_state(attached, method, batch.lengths, self.plan.calibration)
         self._share = DeviceShare(attached.device, batch, self.traffic, self.link, rooms, state)
+        needs = self.plan.needs(batch.counts, pass_tokens, with_state=False)
+        self.needs = needs._replace(workspace=activations)
         with launching_on(attached.device):
-            self.caches = self._open_caches(self.share, pass_tokens)
-        for link in self.links:
-            self.link_uses.append(link.open_use())
-        fetching = [cache for cache in self.caches if isinstance(cache, LayerCache)]
-        self.stores = [cache.store for cache in fetching]
-        for cache, following in pairwise(fetching):
+            self.caches = self._open_caches(self.share)
+        if self.link is not None:
+            self.link_use = self.link.open_use()
+        self.stores = [cache.store for cache in self.fetching]
+        for cache, following in pairwise(self.fetching):
             cache.following = following
-        for cache in fetching:
+        for cache in self.fetching:
             if cache.policy.kind == "method":
                 self.reads.slot_bytes[cache.policy.number] = cache.store.slot_bytes
 
-    def _open_caches(self, share: DeviceShare, pass_tokens: int) -> list[LayerCache | LocalCache]:
+    def _open_caches(self, share: DeviceShare) -> list[LayerCache | LocalCache]:
         """Open the caches of the layers. Raises UserError where they do not fit into memory."""
-        plan, lengths, device = self.plan, share.batch.counts, share.device
+        plan, lengths = self.plan, share.batch.counts
         tuning = DEFAULT_TUNING if share.link is None else share.link.tuning
-        layers = range(len(self.attached.layers))
-        stores = plan.stores(lengths, layers, device, tuning)
-        needs = plan.device_needs(layers, stores, lengths, share.rooms, pass_tokens)
-        self._allocate(share, stores, needs._replace(workspace=self.activations).asked)
-        if needs.shared is not None:
+        stores = plan.stores(lengths, share.device, tuning)
+        self._allocate(share, stores)
+        if share.link is not None and stores:
+            largest = plan.shared_buffer(stores, lengths)
             for _ in range(2):
-                share.free.append(share.new_buffer(*needs.shared))
+                share.free.append(share.new_buffer(*largest))
         caches: list[LayerCache | LocalCache] = []
         ahead: list[AheadFetcher] = []
         others: list[LayerCache] = []
-        for layer in layers:
-            policy = plan.policies[layer]
+        for layer, policy in enumerate(plan.policies):
             if layer not in stores:
                 caches.append(LocalCache(policy, share.batch))
                 continue
             store = stores[layer]
-            if layer in needs.ahead:
+            if layer in plan.ahead:
                 ahead.append(AheadFetcher(share, store))
                 caches.append(self._new_cache(policy, ahead[-1]))
                 continue
@@ -468,32 +459,25 @@ class LiveSession:
             caches.append(others[-1])
         if ahead:
             for number, cache in enumerate(others):
-                self.parts[cache] = AheadPart(number, len(others), ahead)
+                cache.part = AheadPart(number, len(others), ahead)
         return caches
 
-    def _allocate(
-        self, share: DeviceShare, stores: Mapping[int, KVStore], asked: SessionBytes
-    ) -> None:
-        """Ask for the memory of the layers, allocate the stores, and compile the kernels of
-        a step."""
-        self.bytes_needed = self.bytes_needed.plus(asked)
-        memory.require_emulated(self.bytes_needed.device, share.device)
-        slab = self.slabs.get(share.device)
-        if slab is not None and slab.nbytes != asked.host:  # of a session of another size
+    def _allocate(self, share: DeviceShare, stores: Mapping[int, KVStore]) -> None:
+        """Ask for the memory of the layers, and allocate the stores."""
+        needs = self.needs
+        memory.require_emulated(needs.asked, share.device)
+        slab = self.slabs.pop() if self.slabs else None
+        if slab is not None and slab.nbytes != needs.host:  # of a session of another size
             slab.close()
             slab = None
-        memory.require_session(asked if slab is None else asked._replace(host=0), share.device)
+        host = needs.host if slab is None else 0
+        memory.require_session(host, needs.asked, needs.managed, share.device)
         if self.pinned and stores:
-            share.home = self.slabs[share.device] = slab or PinnedSlab(asked.host)
-        elif isinstance(share.link, DiskLink):
-            blocks = sum(store.nbytes for store in stores.values()) // BLOCK_BYTES
-            share.home = share.link.disk.new_file(blocks)
+            share.slab = slab or PinnedSlab(needs.host)
         for store in stores.values():
-            store.allocate(share.home)
+            store.allocate(share.link.disk if isinstance(share.link, DiskLink) else share.slab)
             if self.bucket and self.link is None:
                 store.clear()  # slots are read before they are written, and must be numbers
-        if share.device.type == "cuda":
-            _compile_kernels(share, [*stores.values()])
 
     def _new_cache(self, policy: Policy, fetcher: Fetcher) -> LayerCache:
         state = fetcher.share.state if policy.kind == "method" else None
@@ -513,22 +497,6 @@ class LiveSession:
                 require_codable(cache.store.codec, layer, prompt.key, prompt.value)
         with launching_on(prompt.key.device):  # a prompt that is taken over is not in a pass
             cache.keep_prompt(prompt)
-
-
-def _compile_kernels(share: DeviceShare, stores: Sequence[KVStore]) -> None:
-    from harness.decode.kernels import rows as kernels
-
-    warm: set[int] = set()
-    for store in stores:
-        if store.is_reachable and store.slot_bytes not in warm:
-            warm.add(store.slot_bytes)
-            kernels.warm(store.slots, share.device, store.tuning)
-    nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=share.device)
-    if share.rooms is not None:
-        tokens, column = nothing.int(), share.batch.column
-        GpuCache([1], 1, share.device).request(nothing, tokens, column, 1)
-    else:
-        indices(nothing, 1)
 
 
 def generate(session: LiveSession, logits: Tensor, drafts: Sequence[Draft]) -> Iterator[None]:

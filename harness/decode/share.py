@@ -3,14 +3,13 @@ link and the fetch buffers; and counts of the rows that cross the link."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from harness.decode.disk import DiskFile
 from harness.decode.links import Link, Ticket
 from harness.decode.memory import PinnedSlab
 from harness.decode.store import Chosen, KVStore, chosen
@@ -66,7 +65,6 @@ class TokenBatch:
         self.prompts: list[int] = prompt.tolist()
         self.counts = BatchLengths(self.prompts, max_new_tokens)
         self.is_padded = min(self.prompts) < prompt_columns
-        self.max_new_tokens = max_new_tokens
         self.bucket = bucket
         self.steps = 0
         self.column = torch.full((1,), prompt_columns, device=real.device)
@@ -102,7 +100,7 @@ class TokenBatch:
         first, end = 0, self.bucket
         while end <= step:
             first, end = end, 2 * end
-        return range(first, min(end, self.max_new_tokens))
+        return range(first, min(end, self.counts.max_new_tokens))
 
     @property
     def hides_columns(self) -> bool:
@@ -135,13 +133,12 @@ class TokenBatch:
             self._generated[key] = chosen(slots.expand(-1, num_kv_heads, -1).contiguous())
         return self._generated[key]
 
-    def rows(self, steps: int) -> list[TokenCounts]:
-        """As `BatchLengths.rows`."""
-        return self.counts.rows(steps)
-
     def rows_of_bucket(self, steps_ahead: int = 0) -> list[TokenCounts]:
-        """As `rows`, of all steps whose views have the lengths of a later step's."""
-        return [row for step in self._steps_of_bucket(steps_ahead) for row in self.rows(step)]
+        """`BatchLengths.rows` of all steps whose views have the lengths of a later step's."""
+        rows: list[TokenCounts] = []
+        for step in self._steps_of_bucket(steps_ahead):
+            rows += self.counts.rows(step)
+        return rows
 
     def advance(self) -> None:
         """End the step: its tokens are cached now."""
@@ -158,14 +155,14 @@ class RowCount:
     """
 
     def __init__(self) -> None:
-        self.of_host: dict[int, int] = {}
+        self.of_host: Counter[int] = Counter()
         self._on_device: dict[int, Tensor] = {}
         self._counts: dict[int, list[Tensor]] = {}
 
     def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
         """num_rows: under CUDA numbers on the device, to be added up."""
         if isinstance(num_rows, int):
-            self.of_host[row_bytes] = self.of_host.get(row_bytes, 0) + num_rows
+            self.of_host[row_bytes] += num_rows
             return
         counts = self._counts.setdefault(row_bytes, [])
         counts.append(num_rows)
@@ -225,8 +222,8 @@ class DeviceShare:
 
     Set by the session: device; batch; traffic; link, None but where rows lie behind one; rooms: of
     each sequence, the rows of a KV head in the GPU cache of each layer, None: there is none; state:
-    the method's, None where it reads everything; home: the page-locked memory or the file of the
-    stores, None elsewhere.
+    the method's, None where it reads everything; slab: the page-locked memory of the stores, if
+    they lie there.
     Changed by the layers: buffers: all that fetched rows may lie in; free: the buffers that layers
     use in turns and that hold no rows, the one that was read last at the end. under_way: the
     transfers of the prompt's last layers to the host.
@@ -247,7 +244,7 @@ class DeviceShare:
         self.link = link
         self.rooms = rooms
         self.state = state
-        self.home: PinnedSlab | DiskFile | None = None
+        self.slab: PinnedSlab | None = None
         self.buffers: list[Tensor] = []
         self.free: list[Tensor] = []
         self.under_way: deque[Ticket] = deque(maxlen=LAYERS_UNDER_WAY)

@@ -13,12 +13,12 @@ A layer selects through `State.select` with one row; replay calls the same funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from harness.decode.cache import AheadPart, Fetch, LayerCache
+from harness.decode.cache import Fetch, LayerCache
 from harness.decode.reads import LayerRead
 from harness.decode.resident import LocalCache
 from harness.decode.store import KeyValue
@@ -34,31 +34,28 @@ BIAS_ALIGNMENT = 8
 
 
 class DecodeStep(Handler):
-    """One step. is_last: no further step follows, so nothing is requested for it. parts: the layers
-    that request a part of the dense layers' rows for the next step.
+    """One step. is_last: no further step follows, so nothing is requested for it.
 
     reads: of each layer under the method, whose tensors a state may give to several layers of the
     step. rest: what stands for the tokens that a layer does not read, between its selection
     and its attention. bias_of_columns: of the layers that read all columns where some are hidden,
-    by device, dtype, and whether they lie in place.
+    by dtype, and whether they lie in place.
     """
 
     def __init__(
         self,
         caches: Sequence[LayerCache | LocalCache],
-        parts: Mapping[LayerCache, AheadPart],
         timeline: Timeline,
         *,
         is_last: bool,
     ) -> None:
         self.caches = caches
-        self.parts = parts
         self.timeline = timeline
         self.is_last = is_last
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
         self.reads: list[LayerRead] = []
         self.rest: dict[LayerCache, Rest] = {}
-        self.bias_of_columns: dict[tuple[torch.device, torch.dtype, bool], Tensor] = {}
+        self.bias_of_columns: dict[tuple[torch.dtype, bool], Tensor] = {}
 
     def begin(self) -> None:
         """Request the first layers' rows, unless the step before has: in the first step it has
@@ -163,8 +160,8 @@ class DecodeStep(Handler):
             self._request_early(following, query)
         if self.is_last:
             return
-        if cache in self.parts:
-            self.parts[cache].request(first.slots_in_use(steps_ahead=1))
+        if cache.part is not None:
+            cache.part.request(first.slots_in_use(steps_ahead=1))
         is_last_layer = following is None and cache is not first  # an only layer has still to take
         if is_last_layer and not first.names_rows and not first.fetcher.is_ahead:
             first.request_kept(steps_ahead=1)
@@ -199,7 +196,7 @@ class DecodeStep(Handler):
         row is not read: [batch, 1 or num_kv_heads, 1 or group, n + 1] in the dtype of `query`, None
         for nothing."""
         if fetch.present is None and not cache.evicts:  # all columns, in each such layer
-            key = query.device, query.dtype, fetch.in_place
+            key = query.dtype, fetch.in_place
             if cache.batch.hides_columns and key not in self.bias_of_columns:
                 self.bias_of_columns[key] = _bias_of_columns(cache, query, fetch)
             return self.bias_of_columns.get(key)

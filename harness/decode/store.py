@@ -224,7 +224,7 @@ class KVStore:
         self.slots = self.slots.new_empty(0)
 
     def clear(self) -> None:
-        """Fill the slots with zeros."""
+        """Fill the slots with zeros, as those on a disk are."""
         self.slots.zero_()
 
     def num_rows(self, request: SlotRequest) -> int | Tensor:
@@ -370,7 +370,7 @@ def gather_rows(
     # In numpy, which keeps the interpreter while it copies: a link's thread that asked for it anew
     # after every operation would wait for the computation, and the computation for it.
     _, num_kv_heads, capacity, _ = slots.shape
-    batch, head, row, slot = _listed(slots, index)
+    batch, head, row, slot = listed(index, capacity)
     target = row if targets is None else targets.numpy()[batch, head, row]
     words = slots.view(torch.int32).flatten(0, 2).numpy()  # `take` is one memcpy a row
     moved = words.take((batch * num_kv_heads + head) * capacity + slot, 0)
@@ -389,14 +389,15 @@ def scatter_rows(
 
         kernels.scatter_rows(slots, index, rows, tuning)
         return
-    batch, head, row, slot = _listed(slots, index)
+    batch, head, row, slot = listed(index, slots.shape[2])
     new_words = rows.view(torch.int32).numpy()[batch, head, row]
     slots.view(torch.int32).numpy()[batch, head, slot] = new_words
 
 
-def _listed(slots: Tensor, index: Tensor) -> tuple[NDArray[np.int64], ...]:
-    """Batch, head, row and slot of each slot of `index` that is not negative, on the CPU."""
-    capacity, slot_of = slots.shape[2], index.numpy()
+def listed(index: Tensor, capacity: int) -> tuple[NDArray[np.int64], ...]:
+    """Batch, head, row and slot of each slot of `index` that is not negative, on the CPU. Raises
+    IndexError for one beyond the capacity."""
+    slot_of = index.numpy()
     batch, head, row = np.nonzero(slot_of >= 0)
     slot = slot_of[batch, head, row]
     if (largest := slot.max(initial=-1)) >= capacity:

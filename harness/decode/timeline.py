@@ -23,16 +23,10 @@ bookkeeping."""
 
 
 class Timeline:
-    """Marks of decode steps, one after another.
-
-    CUDA tells the time between events of one device only. So where the current device changes, a
-    mark without a segment ends the last one there: behind the copy to the new device, whose first
-    mark waits for that copy.
-    """
+    """Marks of decode steps, one after another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._current = device.index or 0
         self._steps: list[list[tuple[str, Any]]] = []
 
     def begin_step(self) -> None:
@@ -42,14 +36,8 @@ class Timeline:
 
     def switch(self, segment: str) -> None:
         """Time from here on belongs to `segment`; outside a step nothing is marked."""
-        if not self._steps:
-            return
-        if self.device.type == "cuda":
-            current = torch.cuda.current_device()
-            if current != self._current:
-                self._steps[-1].append(("", self._now()))
-                self._current = current
-        self._steps[-1].append((segment, self._now()))
+        if self._steps:
+            self._steps[-1].append((segment, now(self.device)))
 
     @contextmanager
     def within(self, segment: str) -> Iterator[None]:
@@ -64,24 +52,16 @@ class Timeline:
         """Seconds by segment of each step since the last call, the last step ending now. On CUDA it
         synchronises."""
         steps, self._steps = self._steps, []
-        ends = [step[0][1] for step in steps[1:]] + [self._now()]
-        for _, moment in steps[-1] if steps else []:
-            wait_for(moment)
-        wait_for(ends[-1])
+        last = now(self.device)
+        wait_for(last)
+        begins = [step[0][1] for step in steps]
         segments = []
-        for step, end in zip(steps, ends, strict=False):
-            segments.append(self._by_segment([*step, ("", end)]))
+        for step, end in zip(steps, [*begins[1:], last], strict=False):
+            found = dict.fromkeys(SEGMENTS, 0.0)
+            for (segment, begun), (_, ended) in pairwise([*step, ("", end)]):
+                found[segment] += seconds(begun, ended)
+            segments.append(found)
         return segments
-
-    def _by_segment(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
-        found = dict.fromkeys(SEGMENTS, 0.0)
-        for (segment, begin), (_, end) in pairwise(marks):
-            if segment:
-                found[segment] += seconds(begin, end)
-        return found
-
-    def _now(self) -> Any:
-        return now(self.device, self._current)
 
 
 class StepClock:
@@ -119,13 +99,12 @@ class StepClock:
         return [seconds(begin, end) for begin, end in pairwise(self._marks)]
 
 
-def now(device: torch.device, current: int | None = None) -> Any:
-    """A time: on CUDA an event on the current stream of the device, or of that with the number
-    `current`."""
+def now(device: torch.device) -> Any:
+    """A time: on CUDA an event on the current stream of the device."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device if current is None else current))
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

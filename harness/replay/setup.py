@@ -29,9 +29,6 @@ from methods.codecs.split import AnyCodec, CacheCodec, LayerCodecs, NamedLayers,
 
 MEASUREMENTS = 14
 """Passes over the calibration text that look for a budget, at most."""
-MAX_ROW_BYTES = 64
-"""Bytes of a packed row for each element, beyond which a codec's `row_bytes` is a mistake; fp64 has
-8."""
 
 
 def prepare(
@@ -224,10 +221,7 @@ class CheckedCodec(RowCodec):
 
     @property
     def span(self) -> int:
-        span = self.codec.span
-        if type(span) is not int or span < 1:
-            self._refuse("span", repr(span), "a whole number of at least 1")
-        return span
+        return self.codec.span
 
     def bits_per_element(self, head_dim: int) -> float:
         return self._positive("bits_per_element", self.codec.bits_per_element(head_dim))
@@ -236,8 +230,6 @@ class CheckedCodec(RowCodec):
         num_bytes = self.codec.row_bytes(head_dim)
         if type(num_bytes) is not int or num_bytes < 2 or num_bytes % 2:
             self._refuse("row_bytes", repr(num_bytes), "an even whole number of at least 2")
-        if num_bytes > MAX_ROW_BYTES * head_dim:
-            self._refuse("row_bytes", repr(num_bytes), f"at most {MAX_ROW_BYTES} an element")
         return num_bytes
 
     def encode(self, x: Tensor) -> Tensor:

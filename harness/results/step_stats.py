@@ -84,13 +84,12 @@ def stats_of(session: LiveSession) -> StepStats:
     """The numbers of all steps of a live session so far. Waits until nothing is under way."""
     session.drain()
     clock, is_on_disk = session.clock, session.placement == "disk"
-    busy_s = sum(use.busy_s for use in session.link_uses)
-    span_s = sum(use.span_s for use in session.link_uses)
+    use = session.link_use
     rows = session.rows_found, session.rows_read
     return StepStats(
         **times_of(clock.ttft_s, clock.step_s, batch_size=len(session.batch.prompts)),
-        link_utilisation=ratio(busy_s, span_s),
-        hit_rate=ratio(*map(float, rows)) if session.links else None,
+        link_utilisation=None if use is None else ratio(use.busy_s, use.span_s),
+        hit_rate=None if use is None else ratio(*map(float, rows)),
         host_kv_bytes=session.host_bytes,
         device_kv_bytes=session.device_bytes,
         disk_kv_bytes=session.disk_bytes if is_on_disk else None,

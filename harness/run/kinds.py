@@ -194,9 +194,8 @@ def _check_managed(config: RunConfig) -> None:
     weight_bytes = shape.weight_bytes * dtype.itemsize // WEIGHT_BYTES
     plan = plan_of_shape(config, shape, weight_bytes, dtype)
     batch = BatchLengths((lengths.prompt_len,) * lengths.batch_size, lengths.gen_len)
-    cache_bytes = sum(store.nbytes for store in plan.stores(batch).values())
-    pass_bytes = plan.workspace(batch, lengths.batch_size * lengths.prompt_len)
-    needed = weight_bytes + cache_bytes + pass_bytes
+    needs = plan.needs(batch, lengths.batch_size * lengths.prompt_len, with_state=False)
+    needed = needs.weights + needs.managed + needs.workspace
     if needed > card_bytes:
         raise UserError(
             f"placement=managed: weights, the KV cache and the prompts' pass need "

@@ -12,7 +12,7 @@ lengths, not on words.
 
 `platform=cpu`: the device is emulated, and its memory (`platform.device_gib`) is limited for real:
 a session that does not fit beside the weights is refused. The largest batch is found by arithmetic
-(`harness.decode.capacity`). On a CPU host and device are one RAM; the limit counts what would lie
+(`harness.decode.needs`). On a CPU host and device are one RAM; the limit counts what would lie
 on the device.
 
 `platform=cuda`: the device is a GPU. Its prompts pass each layer together. The arithmetic gives the
@@ -36,9 +36,8 @@ import torch
 from torch import Tensor
 
 from harness.data.text import named_text, start_ids, token_ids
-from harness.decode.capacity import Capacity, Wall, points
 from harness.decode.memory import GIB, NoRoomError, require_memory
-from harness.decode.needs import Plan, sizes_of
+from harness.decode.needs import Capacity, Plan, Wall, sizes_of
 from harness.errors import UserError
 from harness.files import available_bytes, available_memory
 from harness.model.attached import Attached
@@ -213,7 +212,7 @@ def time_largest(
     for batch, (metrics, raw) in sorted(timings.items()):
         speeds[batch] = {name: metrics[name] for name in TIMED}
         samples[f"batch_{batch}"] = raw | {"peak_device_bytes": metrics["peak_device_bytes"]}
-    return {"source": marks["source"], "points": points(capacity, speeds, marks)}, samples
+    return {"source": marks["source"], "points": capacity.rows(speeds, marks)}, samples
 
 
 def _by_arithmetic(config: RunConfig, setup: Setup, attached: Attached) -> Capacity:

@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.decode.disk import BLOCK_BYTES, Disk
+from harness.decode.disk import BLOCK_BYTES, Disk, DiskFile
 from harness.decode.memory import DEFAULT_TUNING, Tuning
 from harness.decode.store import copy_heads, gather_rows
 from harness.files import write_atomic
@@ -86,7 +87,7 @@ def disk_rate(disk: Disk) -> LinkRate:
     num_blocks = MEASURED_ON_DISK // BLOCK_BYTES
     blocks = np.arange(num_blocks)
     seconds = []
-    with disk.new_file(num_blocks) as file:
+    with closing(DiskFile(disk, num_blocks)) as file:
         disk.reserve(num_blocks)
         file.write(blocks, blocks)
         for _ in range(REPEATS):

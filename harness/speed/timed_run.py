@@ -46,7 +46,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -103,7 +103,7 @@ class _Repeat(NamedTuple):
 
     decoding_s: of all num_steps steps, warm-up included. counts: by name, what the timed steps
     moved and read; None for what has no meaning. timed_busy_s, timed_span_s: of the timed steps,
-    summed over the links, seconds in which they were busy, and all. steps_by: see `_steps_by`.
+    seconds in which the link was busy, and all. steps_by: see `_steps_by`.
     kept: the cache's bytes, and tokens evicted, by column.
     """
 
@@ -154,7 +154,7 @@ def time_run(
     """
     shape, pinned = run.shape, run.pinned
     timeline = Timeline(attached.device)
-    slabs: dict[torch.device, PinnedSlab] = {}
+    slabs: list[PinnedSlab] = []
     open_session = partial(
         run.setup.live,
         attached,
@@ -180,8 +180,8 @@ def time_run(
                 repeats.append(_time_repeat(open_session, weights, prompt, run, left_s))
                 left_s -= repeats[-1].decoding_s
         finally:
-            for device, slab in slabs.items():
-                with launching_on(device):
+            with launching_on(attached.device):
+                for slab in slabs:
                     slab.close()
     dense_s = [0.0] * len(repeats)
     if isinstance(prompt, SharedPrompt) and not run.setup.method.needs_inputs:  # else it runs anew
@@ -198,14 +198,13 @@ def _time_repeat(
 ) -> _Repeat:
     """Time one repeat; its session is closed and gone at the end. limit_s: seconds of decoding
     after which no further step is timed, except for the first."""
-    with closing(open_session()) as session, ExitStack() as stack:
+    with closing(open_session()) as session:
         # 1. The prompt.
         device, shape = session.attached.device, run.shape
         began = _now(device)
         logits = _begin(session, prompt)
         begin_s = _now(device) - began
-        for link in session.links:
-            link.drain()  # of the prompt's rows
+        session.drain()  # of the prompt's rows
         if device.type == "cuda":
             # Memory that a link was still reading when it was freed counts until the next
             # allocation.
@@ -214,12 +213,12 @@ def _time_repeat(
 
         # 2. The steps. The link is not waited for after the warm-up: the rows of the first timed
         # step are under way already, as for every other step.
-        uses = [stack.enter_context(closing(link.open_use())) for link in session.links]
         decoding_began = _now(device)
         for _ in range(shape.warmup_steps):
             logits = session.decode_step(logits.argmax(-1))
         counts_before = _counts(session, weights, run)
-        for use in uses:
+        use = session.link_use
+        if use is not None:
             use.begin()
         step_s: list[float] = []
         before = _now(device)
@@ -231,11 +230,9 @@ def _time_repeat(
             after = _now(device)
             step_s.append(after - before)
             before = after
-        for use in uses:
-            use.mark()
         segments = session.timeline.take()
-        timed_busy_s = sum(use.busy_s for use in uses)
-        timed_span_s = sum(use.span_s for use in uses)
+        timed_busy_s = 0.0 if use is None else use.busy_s
+        timed_span_s = 0.0 if use is None else use.span_s
 
         # 3. What they took.
         counts: dict[str, int | None] = {}
@@ -345,7 +342,7 @@ def _timing(
 def _counts(session: LiveSession, weights: StreamedWeights | None, run: TimedRun) -> dict[str, Any]:
     """Bytes and rows up to now, which a GPU may still count; None for bytes that the driver moves,
     and for rows without a link."""
-    crosses, has_link = run.placement != "managed", bool(session.links)
+    crosses, has_link = run.placement != "managed", session.link is not None
     return {
         "h2d_bytes": session.traffic.loaded.num_bytes if crosses else None,
         "d2h_bytes": session.traffic.written.num_bytes if crosses else None,

@@ -32,7 +32,7 @@ VERDICTS = {  # the verdict, the kinds of layers, and what is said
 }
 CORE = [
     *(Path("harness/model", f"{name}.py") for name in ("attach", "attention", "decoder", "prompts", "policies")),
-    *(Path("harness/replay", f"{name}.py") for name in ("session", "decode_pass", "history")),
+    *(Path("harness/replay", f"{name}.py") for name in ("session", "decode_pass")),
     *Path("harness/decode").rglob("*.py"),
 ]
 

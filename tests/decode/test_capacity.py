@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from harness.decode import memory
-from harness.decode.capacity import Capacity
 from harness.decode.memory import GIB
-from harness.decode.needs import Plan, sizes_of
+from harness.decode.needs import Capacity, Plan, sizes_of
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel, RandomIds

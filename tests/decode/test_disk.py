@@ -3,10 +3,7 @@
 import errno
 import fcntl
 import os
-import signal
-import subprocess
-import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,7 @@ import pytest
 import torch
 
 from harness.decode import disk as disks
-from harness.decode.disk import BLOCK_BYTES, Disk, DiskStore
+from harness.decode.disk import BLOCK_BYTES, Disk, DiskFile, DiskStore
 from harness.decode.links import DiskLink, EmulatedLink
 from harness.decode.store import RowFormat, chosen
 from harness.errors import UserError
@@ -101,10 +98,10 @@ def two_stores(folder, codec, head_dim):
     on_disk = DiskStore(stored, device=CPU, **shape)
     in_memory = make_store(head_dim, codec, **shape)
     in_memory.clear()
-    with Disk(folder) as disk, disk.new_file(on_disk.num_blocks + 3) as file:
-        file.take(3)
-        on_disk.allocate(file)
+    with closing(Disk(folder)) as disk:
+        on_disk.allocate(disk)
         yield on_disk, in_memory
+        on_disk.free()
 
 
 @pytest.mark.parametrize(
@@ -180,14 +177,8 @@ def test_a_step_counts_the_blocks_that_it_waited_for(folder):
     assert timing.metrics["host_kv_bytes"] == 0
 
 
-def test_pieces_are_neighbours_of_at_most_256_kib():
-    blocks, places = np.array([3, 4, 5, 9, *range(100, 180)]), np.arange(84)
-    assert disks._pieces(blocks, places) == [(0, 3, 3), (3, 9, 1), (4, 100, 64), (68, 164, 16)]
-    assert disks._pieces(blocks[:0], places[:0]) == []
-
-
 def test_the_rate_is_measured(folder):
-    with Disk(folder) as disk:
+    with closing(Disk(folder)) as disk:
         assert disk_rate(disk).bytes_per_s > 1e6
         assert disk.bytes_read == 5 * disk.bytes_written + BLOCK_BYTES, "a block asks whether the disk can be used"
 
@@ -196,8 +187,8 @@ def test_the_rate_is_measured(folder):
 
 
 def refusal(folder, num_blocks=1):
-    with pytest.raises(UserError) as found, Disk(folder) as disk, disk.new_file(num_blocks):
-        pass
+    with pytest.raises(UserError) as found:
+        DiskFile(Disk(folder), num_blocks)
     message = str(found.value)
     assert message.startswith(f"platform.disk_dir={folder}: ") and "\n" not in message
     return message
@@ -214,14 +205,8 @@ def test_a_folder_in_memory():
     assert "tmpfs, which lies in memory" in refusal(Path("/dev/shm"))
 
 
-def test_a_disk_without_space(folder, monkeypatch):
-    assert "GiB are free there; lower batch_size" in refusal(folder, 2**40)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)  # where another process took the space first
-    assert "are free there; lower batch_size" in refusal(folder)
+def test_a_disk_without_space(folder):
+    assert "GiB that are free there; lower batch_size" in refusal(folder, 2**40)
 
 
 def test_a_file_system_that_answers_from_memory_alone(folder, monkeypatch):
@@ -241,36 +226,6 @@ def test_a_failing_disk_ends_the_run_in_one_line(folder, monkeypatch):
         monkeypatch.setattr(os, "preadv", broken)
         with pytest.raises(UserError, match=r"platform.disk_dir=.*Input/output error"):
             live(attached, CASES["full"], (40, 40), placement="disk", link=link)
-
-
-def test_a_killed_process_leaves_nothing(folder):
-    code = (
-        "import sys; from harness.decode.disk import Disk; disk = Disk(sys.argv[1]); "
-        "file = disk.new_file(1000); print('open', flush=True); sys.stdin.read()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code, folder], **pipes) as process:
-        assert process.stdout.readline() == b"open\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-
-
-MOUNTS = """overlay / overlay rw,lowerdir={there}/low,upperdir={there}/up,workdir={there}/work 0 0
-devtmpfs /dev devtmpfs rw,nosuid 0 0
-tmpfs {there}/up tmpfs rw 0 0
-overlay /disk overlay rw,lowerdir={there}/low,upperdir={there}/disk 0 0
-ext4 {there}/disk ext4 rw 0 0
-"""
-
-
-def test_an_overlay_on_memory_is_no_disk(tmp_path):
-    for name in ("up", "disk"):
-        (tmp_path / name).mkdir()
-    mounts = tmp_path / "mounts"
-    mounts.write_text(MOUNTS.format(there=tmp_path.resolve()))
-    kinds = {name: disks.file_system(Path(name), mounts) for name in ("/etc", "/dev/x", "/disk/x")}
-    assert kinds == {"/etc": "tmpfs", "/dev/x": "devtmpfs", "/disk/x": "overlay"}
-    assert "devtmpfs" in disks.IN_MEMORY
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of 
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[Trace]:
     """A fake GPU whose memory may be managed."""
-    monkeypatch.setattr(managed, "require_managed", lambda num_bytes, device: None)
+    monkeypatch.setattr(managed, "require_managed", lambda *_: None)
     # The check of an output projection waits, once for a layer of a model.
     monkeypatch.setattr(decoder, "_require_plain", lambda *_: None)
     # Eigenvectors come from the host's threads: a prompt waits for them, once a layer.

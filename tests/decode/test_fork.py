@@ -43,7 +43,7 @@ def require_same_as_alone(model, case, batch: str, placement: str, **options) ->
                     assert torch.equal(decoded(fork, text), logits)
                     assert (fork.reads.budget, int(fork.traffic.loaded.num_bytes)) == (budget, num_bytes)
             assert session.steps == 0 and not session.reads.rows
-            assert not any(use._transfers for use in session.link_uses), "a fork's transfers are its own"
+            assert placement == "device" or not session.link_use._transfers, "a fork's transfers are its own"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Live decoding: bytes counted by hand, sessions one after another, refusals."""
+"""Live decoding: prompts that are handed over, texts, segments of a step, refusals."""
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from tests.living import (
     PROMPT,
     PROMPTS,
     STEPS,
-    Crossed,
     attached_with_link,
     endless,
     live,
@@ -30,27 +29,6 @@ KV_HEADS, HEAD_DIM = 2, 16  # of `gqa`
 HEADS = 2 * KV_HEADS  # of the batch
 FP32_ROW = 2 * HEAD_DIM * 4  # K and V
 EVEN = (PROMPT, PROMPT)
-CACHED = [PROMPT + step for step in range(STEPS)]
-"""Tokens cached before each step."""
-
-
-# Bytes over the link
-
-
-@pytest.mark.parametrize("name", ["full", "int4", "h2o-recent", "infinigen-union"])
-def test_the_dense_layers_cross_the_link_every_step(name):
-    with attached_with_link() as (attached, link), Crossed() as crossed:
-        session = open_live(attached, CASES[name], placement="host", link=link)
-        ids, real = token_batch(EVEN)
-        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        for step in range(STEPS):
-            session.decode_step(ids[:, PROMPT + step])
-            session.drain()
-            for layer in range(CASES[name].method.dense_layers):
-                early = layer == 0 or session.caches[0].fetcher.is_ahead  # asked for in the step before
-                ahead = 1 if early and step + 2 < STEPS else 0  # unless the next token is the last
-                store, tokens = session.stores[layer], sum(CACHED[: step + 1 + ahead])
-                assert crossed.loaded[store] == HEADS * tokens * store.slot_bytes
 
 
 # Sessions

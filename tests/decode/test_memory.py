@@ -5,7 +5,7 @@ CUDA's runtime is a stand-in where there is no GPU (`fake_cuda.Runtime`).
 
 import sys
 import weakref
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -22,16 +22,12 @@ from harness.decode.memory import (
     GIB,
     RUNTIME,
     PinnedSlab,
-    SessionBytes,
     require_session,
 )
-from harness.decode.session import LiveSession
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.load import LoadedModel, RandomIds
 from harness.model.prompts import prompt_bytes, run_prompt
 from harness.replay.setup import Setup
-from harness.run.compose import load
 from harness.settings.codecs import codec_named
 from harness.settings.config import LatencyConfig
 from harness.speed import latency as run
@@ -111,7 +107,7 @@ def test_a_prompts_pass_stays_within_what_is_asked_for_and_a_step_below_it(famil
         for codec in ("full", "int4"):
             with Held("cpu") as held, closing(open_live(attached, CASES[codec], 4)) as session:
                 token = session.prefill(ids, real).argmax(-1)
-                needed = session.bytes_needed.device
+                needed = session.needs.asked
                 assert 0.7 * needed < held.peak <= needed
                 with Held("cpu") as held_by_step:
                     session.decode_step(token)
@@ -127,19 +123,17 @@ def test_a_prompts_pass_stays_within_what_is_asked_for_and_a_step_below_it(famil
 @pytest.mark.parametrize(
     ("needed", "device", "message"),
     [
-        (SessionBytes(4 * GIB, 2 * GIB), CUDA, None),
-        (SessionBytes(4 * GIB, 3 * GIB), CUDA, r"needs 3\.0 GiB of cuda memory and 2\.0 .* lower batch_size, prompt_l"),
-        (SessionBytes(3 * GIB, GIB), CPU, None),  # one memory for both
-        (SessionBytes(3 * GIB, 2 * GIB), CPU, r"needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"),
+        ((4, 2), CUDA, None),
+        ((4, 3), CUDA, r"needs 3\.0 GiB of cuda memory and 2\.0 .* lower batch_size, prompt_l"),
+        ((3, 1), CPU, None),  # one memory for both
+        ((3, 2), CPU, r"needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"),
     ],
 )
 def test_each_memory_is_asked_by_itself(needed, device, message, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda home: {"cpu": 4, "cuda": 2}[home.type] * GIB)
-    if message is None:
-        require_session(needed, device)
-    else:
-        with pytest.raises(UserError, match=f"live decoding {message}"):
-            require_session(needed, device)
+    host, on_device = (gib * GIB for gib in needed)
+    with nullcontext() if message is None else pytest.raises(UserError, match=f"live decoding {message}"):
+        require_session(host, on_device, 0, device)
 
 
 # On a fake GPU: OPT-13B, batch 20, 1,920 + 128 tokens. Fake tensors have sizes and are freed as real ones are. Four
@@ -161,7 +155,7 @@ def test_the_refusal_knows_what_decoding_takes_of_a_gpu(label, monkeypatch):
         with trace.follow(model):
             pass
         with Held("cuda") as held, opened(trace, model, (1920,) * 20, method, **options) as (session, token):
-            needed, prompt = session.bytes_needed.device, held.peak
+            needed, prompt = session.needs.asked, held.peak
             held.restart()
             for _ in range(2):
                 token = session.decode_step(token).argmax(-1)
@@ -196,38 +190,23 @@ def test_memory_that_cannot_be_locked_or_mapped_is_refused(runtime, num_bytes, f
 
 def test_sessions_one_after_another_ask_for_their_memory_and_lock_it_once(runtime, monkeypatch):
     """Until one needs another size. What the session before has left there is not seen."""
-    asked, logits, slabs = [], [], {}
-    monkeypatch.setattr(memory, "require_session", lambda needed, device: asked.append(needed.host))
+    asked, logits, slabs = [], [], []
+    monkeypatch.setattr(memory, "require_session", lambda host, *_: asked.append(host))
     with attached_with_link() as (attached, link):
         for steps, is_new, locked in ((3, True, 1), (3, False, 1), (5, True, 2)):
             session = open_live(attached, CASES["kivi"], steps, placement="host", link=link, slabs=slabs)
             session.pinned = True
             logits.append(force(session, PROMPTS["padded"], 3))
-            assert session.pinned_bytes == sum(runtime.locked.values()) == slabs[CPU].nbytes
-            assert asked.pop() == (slabs[CPU].nbytes if is_new else 0)
+            size = sum(runtime.locked.values())
+            assert session.pinned_bytes == size and asked.pop() == (size if is_new else 0)
             session.close()
             assert session.pinned_bytes == 0 and len(runtime.locked) == 1
             assert runtime.names.count("cudaHostRegister") == locked
             with torch.inference_mode():
-                slabs[CPU]._memory.fill_(255)  # not a number, if it is read
+                slabs[0]._memory.fill_(255)  # not a number, if it is read
     assert torch.equal(logits[0], logits[1])
-    slabs[CPU].close()
+    slabs[0].close()
     assert not runtime.locked
-
-
-def test_a_timed_run_locks_its_memory_once(runtime, monkeypatch):
-    class Pinned(LiveSession):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            self.pinned = True
-
-    monkeypatch.setattr("harness.replay.session.LiveSession", Pinned)
-    ids = torch.randint(3, 256, (2, 20), generator=torch.Generator().manual_seed(1))
-    with attached_with_link() as (attached, link):
-        timing_of = time_run(attached, ids, TimedRun(Setup(Full(), None, None), SHAPE), link=link)
-    assert timing_of.metrics["num_timed_steps"] == 8 and timing_of.samples["pinned_bytes"] > 0
-    locks = [name for name in runtime.names if name != "synchronize"]
-    assert locks == ["cudaHostRegister", "cudaHostUnregister"], "for a warm-up and two repeats"
 
 
 # Managed memory
@@ -236,7 +215,7 @@ def test_a_timed_run_locks_its_memory_once(runtime, monkeypatch):
 @pytest.fixture
 def anywhere(runtime, monkeypatch):
     """Managed memory where the tests compute."""
-    monkeypatch.setattr(memory, "require_managed", lambda num_bytes, device: None)
+    monkeypatch.setattr(memory, "require_managed", lambda *_: None)
     return runtime
 
 
@@ -257,13 +236,13 @@ def test_a_block_is_viewed_in_place_and_freed_with_its_last_view(runtime):
 
 def test_a_device_without_managed_memory_is_refused(runtime, monkeypatch):
     with pytest.raises(UserError, match="^placement=managed: needs platform=cuda; allowed on cpu: device, host$"):
-        memory.require_managed(SessionBytes(0, 0, GIB), CPU)
+        memory.require_managed(GIB, 0, CPU)
     runtime.concurrent = 0
     with pytest.raises(UserError, match="GPU has no concurrent managed access; allowed on it: device, host$"):
-        memory.require_managed(SessionBytes(0, 0, GIB), CUDA)
+        memory.require_managed(GIB, 0, CUDA)
     monkeypatch.setitem(sys.modules, RUNTIME, None)
     with pytest.raises(UserError, match="^platform=cuda: needs the package cuda-bindings, which torch's CUDA build"):
-        memory.require_managed(SessionBytes(0, 0, GIB), CUDA)
+        memory.require_managed(GIB, 0, CUDA)
 
 
 @pytest.mark.parametrize(("gib", "free"), [(None, 40), (30, 25)])
@@ -271,14 +250,14 @@ def test_managed_memory_is_refused_beyond_what_is_free(runtime, monkeypatch, gib
     """Of 45 GiB, 5 are held. A smaller card has less that is free."""
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
     with memory.smaller_card(CUDA, gib):
-        require_session(SessionBytes(0, 0, free * GIB), CUDA)
-        require_session(SessionBytes(0, 2 * GIB, (free - 2) * GIB), CUDA)
+        require_session(0, 0, free * GIB, CUDA)
+        require_session(0, 2 * GIB, (free - 2) * GIB, CUDA)
         refusal = rf"^placement=managed: the KV cache of {free - 2}.0 GiB and 2.1 GiB .* at most the {free}.0 GiB of"
         with pytest.raises(UserError, match=refusal):
-            require_session(SessionBytes(0, int(2.1 * GIB), (free - 2) * GIB), CUDA)
+            require_session(0, int(2.1 * GIB), (free - 2) * GIB, CUDA)
     monkeypatch.setattr(memory, "available_memory", lambda: 20 * GIB)
     with pytest.raises(UserError, match="needs 20.1 GiB of host memory, where its pages go, and 20.0 GiB are avail"):
-        require_session(SessionBytes(0, 0, int(20.1 * GIB)), CUDA)
+        require_session(0, 0, int(20.1 * GIB), CUDA)
 
 
 def test_a_smaller_card_leaves_what_is_asked_for(runtime, monkeypatch):
@@ -339,19 +318,3 @@ def test_a_time_limit_ends_a_run_with_the_steps_it_has(anywhere, monkeypatch, li
     assert metrics["num_timed_steps"] == sum(steps) and len(samples["dense_s"]) == len(steps)
     assert metrics["decode_s"] == 22, "two seconds a step, of gen_len - 1"
     assert (metrics["tpot_spread_s"] is None) == (len(steps) == 1)
-
-
-def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
-    config = load([
-        "experiment=latency", "platform=cuda", "system=uvm+h2o", "model.weights=random", "batch_size=2",
-        "prompt_len=20", "gen_len=6", "timed_steps=1", "platform.device_gib=48", f"results_dir={tmp_path}",
-    ])  # fmt: skip
-    cards = []
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
-    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda device: 1e10)
-    monkeypatch.setattr(memory, "require_managed", lambda *_: cards.append([*anywhere.blocks]))
-    outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, random_ids=RandomIds(256)))
-    assert cards == 3 * [[12 * GIB]], "of 60 GiB, in the warm-up and in each repeat"
-    assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
-    assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["budget"] < 1
-    assert not anywhere.blocks

@@ -202,9 +202,7 @@ WRONG = {
     "one row": (PACKED, f"{PACKED}[..., :1, :]", "encode gives torch.uint8 [1, 2, 1, 18]; allowed: torch.uint8 [1, 2"),
     "signed bytes": (PACKED, f"{PACKED}.view(torch.int8)", "encode gives torch.int8 [1, 2, 150, 18]"),
     "odd rows": ("return 2 +", "return 3 +", "row_bytes gives 19; allowed: an even whole number"),
-    "huge rows": ("return 2 +", "return 10**30 +", "; allowed: at most 64 an element"),
     "no bits": ("bits = 8", "bits = float('nan')", "bits gives nan; allowed: a number above 0"),
-    "half of a token": ("bits = 8", "bits = 8\n    span = 0.5", "span gives 0.5; allowed: a whole number"),
     "its own round trip": (
         LAST, f"{LAST}\n\n    def roundtrip(self, x): return x[..., :1]", "roundtrip gives torch.float32 [1, 2, 15",
     ),

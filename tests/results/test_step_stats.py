@@ -124,14 +124,14 @@ def counted_rows(monkeypatch) -> dict[str, int]:
     counts = {"read": 0, "found": 0}
     request = GpuCacheFetcher.request_selected
 
-    def request_selected(self, mask, most):
+    def request_selected(self, mask, most, tokens):
         for sequence, of_sequence in enumerate(mask.tolist()):
             for head, of_head in enumerate(of_sequence):
                 there = set(self.gpu_cache.slots[sequence, head].tolist()) - {-1}
                 wanted = {slot for slot, is_read in enumerate(of_head) if is_read}
                 counts["read"] += len(wanted)
                 counts["found"] += len(wanted & there)
-        return request(self, mask, most)
+        return request(self, mask, most, tokens)
 
     monkeypatch.setattr(GpuCacheFetcher, "request_selected", request_selected)
     return counts

@@ -81,16 +81,6 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning) -> 
     _launch(slots, index, rows, None, tuning, to_slots=True)
 
 
-def warm(slots: Tensor, device: torch.device, tuning: Tuning) -> None:
-    """Compile and load what moves rows as wide as those of `slots`, by launches on `device` that
-    move none."""
-    nothing = torch.full((*slots.shape[:2], 1), -1, device=device)
-    rows = torch.empty((*slots.shape[:2], 1, slots.shape[3]), dtype=torch.uint8, device=device)
-    for targets in (None, nothing):
-        gather_rows(slots, nothing, rows, targets, tuning)
-    scatter_rows(slots, nothing, rows, tuning)
-
-
 def _launch(
     slots: Tensor,
     index: Tensor,

@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from harness.decode.capacity import Capacity
 from harness.decode.memory import GIB
-from harness.decode.needs import LayerSizes, ModelSizes, Plan
+from harness.decode.needs import Capacity, LayerSizes, ModelSizes, Plan
 from harness.decode.store import KVStore
 from harness.errors import UserError
 from harness.model.budgets import with_budget_as_stored
