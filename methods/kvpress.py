@@ -24,7 +24,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, make_dataclass
 from fractions import Fraction
 from functools import cache
@@ -256,16 +255,15 @@ class KvPress(EvictingOnce):
             require(0 <= value < float("inf"), setting, value, "a number >= 0")
 
     def press(self) -> Any:
-        """A fresh press with the settings of this method."""
-        settings = []
-        for part in self.parts:
-            settings += [(setting, getattr(self, setting)) for _, setting in part.settings]
-        return deepcopy(_made(self.name, self.parts, tuple(settings)))
-
-    @property
-    def outer(self) -> str:
-        """Name of the outermost press."""
-        return self.parts[0].cls.__name__
+        """A fresh press with the settings of this method, the innermost part made first."""
+        press = None
+        for part in reversed(self.parts):
+            given = {parameter: getattr(self, setting) for parameter, setting in part.settings}
+            try:
+                press = part.cls(**given) if press is None else part.cls(press=press, **given)
+            except AssertionError as error:
+                raise self.refuse(str(error)) from error
+        return press
 
     @property
     def inner(self) -> str:
@@ -324,7 +322,7 @@ class KvPress(EvictingOnce):
 
     def budget_in_tokens(self, prompt: int) -> int:
         budget = super().budget_in_tokens(prompt)
-        if self.outer != "ChunkPress" or budget == prompt:
+        if self.parts[0].cls.__name__ != "ChunkPress" or budget == prompt:
             return budget
         # Each chunk keeps the share, rounded down, and at least one token.
         length: int = self.chunk_length  # type: ignore[attr-defined]
@@ -335,20 +333,6 @@ class KvPress(EvictingOnce):
         if self.state is ChoosingState:  # one head may keep all that the others evict
             return counts.cached
         return super().tokens_kept(counts, layer)
-
-
-@cache
-def _made(name: str, parts: tuple[Part, ...], settings: tuple[tuple[str, Any], ...]) -> Any:
-    """The press of a method, the innermost part made first. Cached, since making one may warn."""
-    values = dict(settings)
-    press = None
-    for part in reversed(parts):
-        given = {parameter: values[setting] for parameter, setting in part.settings}
-        try:
-            press = part.cls(**given) if press is None else part.cls(press=press, **given)
-        except AssertionError as error:
-            raise ValueError(f"method.name={name}: {error}") from error
-    return press
 
 
 def _reason(error: Exception) -> str:
@@ -415,7 +399,8 @@ def lent(inputs: LayerInputs | None) -> Iterator[None]:
         return
     names = "rotary_emb", "masked_key_indices"
     own = vars(inputs.module)
-    before = {name: own.pop(name) for name in names if name in own}
+    before = {name: own[name] for name in names if name in own}
+    own.pop("masked_key_indices", None)  # of a press that the user ran
     if not hasattr(inputs.module, "rotary_emb") and inputs.rotary is not None:
         own["rotary_emb"] = inputs.rotary
     try:

@@ -148,8 +148,6 @@ def test_sizes_by_hand():
 
 
 REFUSED = [
-    (lambda: IntegerCodec("int3"), r"codec='int3': must be one of int8, int4, int2, int1"),
-    (lambda: FloatCodec("int8"), r"codec='int8': must be one of fp32, fp16, bf16, fp8"),
     *[(lambda size=size: IntegerCodec("int4", size), r"group_size=.*>= 1") for size in (0, -1, 2.0, True)],
     *[(lambda residual=residual: SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4"), residual),
        rf"residual={residual}: must be a multiple of the 4 tokens of a group") for residual in (0, 6)],
