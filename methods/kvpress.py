@@ -61,6 +61,8 @@ KEYS_AND_VALUES = {
 """Presses that score by keys and values alone, so that they go with any model."""
 ATTENTIONS = {"ObservedAttentionPress"}
 """Presses that need the attention weights of all rows of the prompt, but no module."""
+SHARING = {"AdaKVPress", "CriticalAdaKVPress"}
+"""Presses that let the KV heads of a layer share its budget."""
 REFUSED = {
     "ChunkKVPress": "keeps whole chunks of unequal lengths, so its data decide how many tokens it "
     "keeps; kvpress:EntropyGatedChunkKVPress:... keeps a fixed number",
@@ -330,7 +332,7 @@ class KvPress(EvictingOnce):
         return sum(max(1, int(chunk * (budget + 1e-4) / prompt)) for chunk in chunks)
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
-        if self.state is ChoosingState:  # one head may keep all that the others evict
+        if self.parts[0].cls.__name__ in SHARING:  # one head may keep all that the others evict
             return counts.cached
         return super().tokens_kept(counts, layer)
 

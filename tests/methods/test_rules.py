@@ -559,7 +559,9 @@ def twilight(method: Twilight, of: Of):
             scores = [np.array(row) for row in bounds]
         else:
             scores = [sum(softmax(np.array(row)) for row in bounds)] * len(bounds)
-        number = max(3, math.floor(method.candidate_frac * t / page)) - 1
+        number = len(pages)
+        if method.candidate_frac < 1:
+            number = max(3, math.floor(method.candidate_frac * t / page)) - 1
         found = []
         for score in scores:
             chosen = {len(pages), *best(score, number)}
