@@ -8,7 +8,8 @@ maximum of the keys of its `page_size` (16) tokens: an upper bound. It reads max
 floor(`budget` · cached / `page_size`)) pages. The least of 3 is the rule of Quest's accuracy
 code; that the last, unfinished page is one of them is the rule of its speed code.
 `page_score=deviation` is UNIQUE's score (2605.27740) of as many bytes: sum_j q_j · mean_j + |q_j| ·
-deviation_j, with the mean and the standard deviation of the page's keys in each element. How UNIQUE
+deviation_j, with the mean and the standard deviation of the page's keys in each element. It needs
+the first page among those always read (`num_sinks`): a mean hides the first token's key. How UNIQUE
 selects beyond this score is not here.
 
 **freekv** is `quest` with `when=previous_step`, in pages of 32, by the sum of probabilities over
