@@ -366,7 +366,11 @@ class State:
         child.lengths = Lengths(*(part.index_select(0, index) for part in self.lengths))
         for name in self.sequence_tensors:
             held = getattr(self, name)
-            setattr(child, name, each_tensor(held, lambda tensor: tensor.index_select(0, index)))
+            if isinstance(held, Tensor):
+                setattr(child, name, held.index_select(0, index))
+            else:
+                chosen = {layer: each.index_select(0, index) for layer, each in held.items()}
+                setattr(child, name, chosen)
         for name, empty in self.slot_tensors.items():
             by_layer = {}
             for layer, old in getattr(self, name).items():
@@ -378,13 +382,6 @@ class State:
                 by_layer[layer][:, :, : old.shape[2]] = old.index_select(0, index)
             setattr(child, name, by_layer)
         return child
-
-
-def each_tensor(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change a tensor, or each tensor of a dict."""
-    if isinstance(held, dict):
-        return {key: change(tensor) for key, tensor in held.items()}
-    return change(held)
 
 
 # What a state is given

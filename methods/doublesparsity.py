@@ -2,8 +2,8 @@
 
 The rule, and where it differs (made into docs/methods.md):
 
-**doublesparsity**: channels ranked on the calibration text by the mean of |q_j k_j|, |q_j| or |k_j|
-(`channels`), after positions. The official code measures the last two before them; its mean of |q_j
+**doublesparsity**: channels ranked on the calibration text by the mean of |q_j k_j|, after
+positions. The official code can rank by |q_j| or |k_j|, too, before positions; its mean of |q_j
 k_j| mixes the heads, as it reshapes [heads, tokens] to [tokens, heads] without a transpose, and is
 of the last block of text alone. Defaults: 1/16 of the channels and of the tokens. DS-Offload is
 `when=previous_layer`.
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from methods.base import Calibration, Geometry
 from methods.projection import Calibrated
-from methods.settings import one_of, setting
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,6 @@ class DoubleSparsity(Calibrated):
     Reads: the best by these channels
     """
 
-    channels: str = setting(
-        "qk",
-        "channels are ranked by the mean of |q k| (each token's own), of |q| or of |k|",
-        one_of("qk", "q", "k"),
-    )
-
     rank: float = 0.0625
     budget: float = 0.0625
     dense_layers: int = 2  # `self.layer_idx < 2` in most of its modify_*.py
@@ -47,15 +40,11 @@ class DoubleSparsity(Calibrated):
     def calibrate(
         self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]
     ) -> Calibration:
-        """qk, q, k: mean magnitude of each channel, over tokens and the group, fp32 [num_kv_heads,
-        head_dim]."""
+        """magnitude: mean of |q k| of each channel, over tokens, each with its own query, and over
+        the group, fp32 [num_kv_heads, head_dim]."""
         grouped, keys = query.float().view(len(key), -1, *key.shape[1:]), key.float()
-        return {
-            "qk": (grouped * keys.unsqueeze(1)).abs().mean((1, 2)),
-            "q": grouped.abs().mean((1, 2)),
-            "k": keys.abs().mean(1),
-        }
+        return {"magnitude": (grouped * keys.unsqueeze(1)).abs().mean((1, 2))}
 
     def projection(self, head_dim: int, calibration: Calibration) -> Tensor:
-        channels = calibration[self.channels].topk(self.num_columns(head_dim)).indices
+        channels = calibration["magnitude"].topk(self.num_columns(head_dim)).indices
         return torch.nn.functional.one_hot(channels, head_dim).mT

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from torch.nn.functional import pad
 from methods.attention import mask_bias
 from methods.base import (
     EMPTY,
-    Geometry,
-    Lengths,
     Method,
     PromptRows,
     QueryRows,
@@ -30,8 +28,6 @@ from methods.base import (
     TokenCounts,
     checked,
     floor_frac,
-    require,
-    share_above,
 )
 from methods.compiled import kernels_for
 from methods.settings import least, setting, share
@@ -56,18 +52,12 @@ class Evicting(Method):
 
 @dataclass(frozen=True)
 class EvictingToBudget(Evicting):
-    """Evicts down to floor(budget * T) tokens, at least 1, or to `kept_tokens`.
-
-    always_kept: name of the setting that says how many tokens always stay; the budget must exceed
-    it.
-    """
+    """Evicts down to floor(budget * T) tokens, at least 1, or to `kept_tokens`."""
 
     budget: float = setting(0.2, "share of T, the final tokens, that is kept", share())
     kept_tokens: int | None = setting(
         None, "this many tokens instead of the share", least(1, null=True)
     )
-
-    always_kept: ClassVar[str] = ""
 
     def budget_in_tokens(self, final: int) -> int:
         """Tokens that are kept of a sequence of T = `final`."""
@@ -88,28 +78,11 @@ class EvictingToBudget(Evicting):
             return "kept_tokens", str(self.kept_tokens)
         return "budget", f"{self.budget:.4g}"
 
-    def check(self, geometry: Geometry, lengths: Lengths) -> None:
-        """ValueError where a sequence's budget does not exceed the tokens that always stay."""
-        if self.always_kept:
-            stay, shortest = getattr(self, self.always_kept), int(lengths.final.min())
-            found = f"it keeps {self.budget_in_tokens(shortest)} of {shortest} tokens"
-            more = f"more: {found}, which must exceed method.{self.always_kept}={stay}"
-            require(self.budget_in_tokens(shortest) > stay, *self.budget_setting, more)
-
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         return min(counts.cached, self.budget_in_tokens(counts.final))
 
     def with_budget(self, frac: float) -> Self:
         return replace(self, budget=frac, kept_tokens=None)
-
-    def min_budget(self, counts: TokenCounts) -> float:
-        """The least share that keeps one token more than always stay."""
-        if not self.always_kept:
-            return super().min_budget(counts)
-        stay = getattr(self, self.always_kept)
-        below = f"below {counts.final}, the shortest sequence"
-        require(stay < counts.final, self.always_kept, stay, below)
-        return share_above(stay, counts.final)
 
     def artifact_budget(self) -> float:
         return self.budget if self.kept_tokens is None else 1.0

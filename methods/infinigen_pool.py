@@ -2,10 +2,10 @@
 
 The rule, and where it differs (made into docs/methods.md):
 
-The **pool** of **infinigen-pool** holds `pool_tokens` tokens, or `pool_frac` of T, for each layer,
-sequence and KV head. A token that enters a full pool replaces one: the oldest (`pool_policy=fifo`),
-the one fetched longest ago (`lru`) or least often (`counter`), among the floor((1 -
-`protect_recent`) · capacity) oldest. `eviction=artifact` follows the artifact's simulation: a
+The **pool** of **infinigen-pool** holds `pool_frac` of T for each layer, sequence and KV head. A
+token that enters a full pool replaces one: the oldest (`pool_policy=fifo`), the one fetched longest
+ago (`lru`) or least often (`counter`), among the floor((1 - `protect_recent`) · capacity) oldest.
+`eviction=artifact` follows the artifact's simulation: a
 victim stays a candidate and stays the worst, so `lru` and `counter` evict the same token again and
 again. It frees no slot, so it can only be scored.
 """
@@ -27,10 +27,9 @@ from methods.base import (
     floor_frac,
     require,
 )
-from methods.compiled import kernels_for
 from methods.evicting import EvictingState
 from methods.infinigen import InfiniGen, InfiniGenState
-from methods.settings import least, one_of, setting, share
+from methods.settings import one_of, setting, share
 
 SATURATED = 255
 """A fetch counter of a pool that reaches this halves all counters of its head."""
@@ -72,10 +71,7 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
         super().start(calibration)
         method, final = self.method, self.lengths.final
         self.simulates = method.eviction == "artifact"
-        if method.pool_tokens is None:
-            self.capacities = floor_frac(method.pool_frac, final)
-        else:
-            self.capacities = final.clamp(max=method.pool_tokens)
+        self.capacities = floor_frac(method.pool_frac, final)
         self.unprotected = floor_frac(1 - method.protect_recent, self.capacities).clamp(min=1)
         least = f"larger, to hold at least 1 of {int(final.min())} tokens"
         require(bool((self.capacities >= 1).all()), "pool_frac", method.pool_frac, least)
@@ -138,12 +134,6 @@ class InfiniGenPoolState(InfiniGenState, EvictingState):
         if row.padded:
             mask = mask & row.real[:, :, None]
             positions = positions.masked_fill(~row.real[:, 0], -1)
-        kernels = kernels_for(tokens)
-        if kernels is not None and not self.simulates:
-            data = tokens, self.fetches[layer], self.last_fetch[layer]
-            limits = self.capacities, self.unprotected
-            kernels.use(mask, ascending, data, positions, limits, self.method.pool_policy)
-            return
         position = positions[:, None, None]
         fetches, last_fetch = (data[layer][..., :slots] for data in (self.fetches, self.last_fetch))
         fetches.scatter_(-1, row.own_slots, 0)
@@ -189,17 +179,14 @@ def _order(score: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class InfiniGenPool(InfiniGen):
-    """InfiniGen whose pool of each layer, sequence and KV head has a limit: `pool_tokens`, else
-    `pool_frac`. `InfiniGenPoolState` says which token leaves a full pool.
+    """InfiniGen whose pool of each layer, sequence and KV head holds `pool_frac` of T.
+    `InfiniGenPoolState` says which token leaves a full pool.
 
     Source: InfiniGen (OSDI 2024)
     Keeps: a pool of tokens; their partial keys
     Reads: the same of the pool
     """
 
-    pool_tokens: int | None = setting(
-        None, "limit of the pool in tokens; null: as pool_frac says", least(1, null=True)
-    )
     pool_frac: float = setting(0.8, "limit of the pool as a share of T", share())
     pool_policy: str = setting(
         "counter", "the token that leaves a full pool", one_of("fifo", "lru", "counter")
@@ -233,4 +220,4 @@ class InfiniGenPool(InfiniGen):
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
         if self.eviction == "artifact":
             return counts.cached
-        return min(counts.cached, self.pool_tokens or int(self.pool_frac * counts.final))
+        return min(counts.cached, int(self.pool_frac * counts.final))

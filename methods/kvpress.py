@@ -9,8 +9,9 @@ module's input, and the layer's keys and values, one sequence at a time.
 - A press that gives each token a score is asked for the scores (`ScoringState`). The number of
   tokens that stay is that of `PromptEvicting`; PyramidKV's press says it for each layer. Of two
   tokens with equal scores the later stays, where kvpress leaves the choice to `topk`.
-- A press that wraps another one and shares a layer's budget in its own way is asked for its choice
-(`ChoosingState`).
+- Any other press wraps one that gives scores. It is asked to compress the layer's cache
+  (`ChoosingState`); the tokens stay whose keys and values it returns and has not marked on the
+  module as masked. A press that changes what stays is refused, since its rows are not in the cache.
 
 What a press draws at random is drawn from a generator that the layer's number seeds, so that a run
 can be repeated.
@@ -23,7 +24,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, make_dataclass
 from fractions import Fraction
 from functools import cache
@@ -62,41 +62,15 @@ KEYS_AND_VALUES = {
 ATTENTIONS = {"ObservedAttentionPress"}
 """Presses that need the attention weights of all rows of the prompt, but no module."""
 SHARING = {"AdaKVPress", "CriticalAdaKVPress"}
-"""Presses that let the KV heads of a layer share its budget, and name the evicted tokens on the
-module."""
-MOVING = {"BlockPress", "ChunkPress", "EntropyGatedChunkKVPress"}
-"""Presses that choose by another press's scores in a way of their own, and return the keys that
-stay."""
-USING_OUTPUT = {"CriticalKVPress", "CriticalAdaKVPress"}
-"""Presses that read the weights of the module's output projection."""
+"""Presses that let the KV heads of a layer share its budget."""
 REFUSED = {
-    **dict.fromkeys(("BasePress", "ScorerPress"), "is the base of other presses"),
-    **dict.fromkeys(("CompressionRatioDecodingPress", "DecodingPress", "PrefillDecodingPress"),
-        "evicts during decoding, and here a press evicts after the prompt"),
-    "CAMPress": "merges values of tokens during decoding, and here a press evicts after the prompt",
     "ChunkKVPress": "keeps whole chunks of unequal lengths, so its data decide how many tokens it "
     "keeps; kvpress:EntropyGatedChunkKVPress:... keeps a fixed number",
-    "ComposedPress": "runs several presses one after another; choose one of them",
-    "DMSPress": "keeps what is above a threshold, so its data decide how many tokens it keeps",
-    "DuoAttentionPress": "needs patterns of heads from the network; method=duo measures them",
-    "ExpectedAttentionStatsPress": "needs statistics of the model's queries from the hub",
-    "FastKVzipPress": "needs trained gates from the hub",
-    "FinchPress": "needs a mark between context and question in the prompt",
-    "KVComposePress": "runs the model over the prompt again by itself",
-    "KVgradPress": "runs the model over the prompt again by itself, with gradients",
-    "KVzapPress": "needs a trained model from the hub",
-    "KVzipPress": "runs the model over the prompt again by itself; method=kvzip does so here",
     "KeyRerotationPress": "changes the keys of tokens that stay",
     "LUKVPress": "needs curves of budgets from the network",
     "MergingPress": "changes the values of tokens that stay",
-    "PerLayerCompressionPress": "has a ratio for each layer instead of one size",
-    "QFilterPress": "needs trained filters from the hub",
-    "RestoreKVPress": "needs trained weights from the hub",
-    "SimLayerKVPress": "keeps all tokens of some layers, so its data decide how many tokens it "
-    "keeps",
-    "ThinKPress": "removes channels of keys, and no token",
-}  # fmt: skip
-"""Presses that are no method here, and why."""
+}
+"""Presses that wrap another one and are no method here, and why."""
 FROM_ZERO = ("sink", "seed")
 """Words in the names of whole numbers that may be 0."""
 SAME_QUERY = 0.999
@@ -106,18 +80,18 @@ SAME_QUERY = 0.999
 # The presses that there are
 
 
-def allowed() -> list[str]:
-    """The names of presses that can be methods, those that wrap another one included."""
-    presses = presses_installed()
-    scoring = [name for name, cls in presses.items() if gives_scores(cls) and not loads_more(cls)]
-    return sorted({*scoring, *wrapping()} - REFUSED.keys())
-
-
 class Part(NamedTuple):
     """A press of a choice. settings: its parameters, each with the method's setting for it."""
 
     cls: type
     settings: tuple[tuple[str, str], ...]
+
+
+def allowed() -> list[str]:
+    """The names of presses that can be methods, those that wrap another one included."""
+    presses = presses_installed()
+    fit = {name for name, cls in presses.items() if gives_scores(cls) or wraps_another(cls)}
+    return sorted(fit - REFUSED.keys())
 
 
 @cache
@@ -156,22 +130,21 @@ def version_installed() -> str:
     return metadata.version(PACKAGE)
 
 
-def gives_scores(cls: type) -> bool:
-    return issubclass(cls, presses_installed()["ScorerPress"])
+def gives_scores(cls: Any) -> bool:
+    """True if the press scores tokens with a model's layers alone. Others take more in
+    `post_init_from_model`, such as weights of their own from the hub."""
+    presses = presses_installed()
+    scorer: Any = presses["ScorerPress"]
+    if not issubclass(cls, scorer) or cls.score is scorer.score:
+        return False
+    return wraps_another(cls) or cls.post_init_from_model is scorer.post_init_from_model
 
 
-def loads_more(cls: type) -> bool:
-    """True if the press takes more from a model than its layers, such as weights of its own from
-    the hub."""
-    return cls.post_init_from_model is not presses_installed()["BasePress"].post_init_from_model  # type: ignore[attr-defined]
-
-
-def wraps_another(cls: type) -> bool:
-    return cls.__name__ in SHARING | MOVING | USING_OUTPUT
-
-
-def wrapping() -> list[str]:
-    return [name for name, cls in presses_installed().items() if wraps_another(cls)]
+def wraps_another(cls: Any) -> bool:
+    """True if the press compresses one layer by the scores of another press."""
+    base: Any = presses_installed()["BasePress"]
+    has_own_pass = cls.forward_hook is not base.forward_hook or cls.__call__ is not base.__call__
+    return "press" in inspect.signature(cls).parameters and not has_own_pass
 
 
 def parameters_of(cls: type) -> dict[str, tuple[Any, Any]]:
@@ -206,15 +179,12 @@ def press_class(choice: str) -> type[KvPress]:
     *wrappers, last = names
     for name in wrappers:
         if not wraps_another(presses[name]):
-            allowed_here = ", ".join(wrapping())
-            raise ValueError(f"{name} wraps no other press; allowed before `:`: {allowed_here}")
-    for name in wrappers[1:]:
-        if not gives_scores(presses[name]):
-            raise ValueError(f"{name} gives no scores, so that no other press wraps it")
+            wrapping = ", ".join(each for each in allowed() if wraps_another(presses[each]))
+            raise ValueError(f"{name} wraps no other press; allowed before `:`: {wrapping}")
     if wraps_another(presses[last]):
         raise ValueError(f"{last} wraps another press; name it, as in kvpress:{choice}:SnapKVPress")
-    if not gives_scores(presses[last]) or loads_more(presses[last]):
-        needs = "gives no scores, or needs more than the model"
+    if not gives_scores(presses[last]):
+        needs = "gives no scores of a layer's tokens, or needs more than the model"
         raise ValueError(f"{last} {needs}; allowed: {names_allowed}")
 
     parts: list[Part] = []
@@ -285,22 +255,17 @@ class KvPress(EvictingOnce):
             require(value >= least, setting, value, f"an integer >= {least}")
         elif isinstance(value, float):
             require(0 <= value < float("inf"), setting, value, "a number >= 0")
-        if parameter == "kernel_size":
-            require(value % 2 == 1, setting, value, "an odd integer >= 1")
-        if parameter == "first_stage_ratio":
-            require(value <= 1, setting, value, "in [0, 1]")
 
     def press(self) -> Any:
-        """A fresh press with the settings of this method."""
-        settings = []
-        for part in self.parts:
-            settings += [(setting, getattr(self, setting)) for _, setting in part.settings]
-        return deepcopy(_made(self.name, self.parts, tuple(settings)))
-
-    @property
-    def outer(self) -> str:
-        """Name of the outermost press."""
-        return self.parts[0].cls.__name__
+        """A fresh press with the settings of this method, the innermost part made first."""
+        press = None
+        for part in reversed(self.parts):
+            given = {parameter: getattr(self, setting) for parameter, setting in part.settings}
+            try:
+                press = part.cls(**given) if press is None else part.cls(press=press, **given)
+            except AssertionError as error:
+                raise self.refuse(str(error)) from error
+        return press
 
     @property
     def inner(self) -> str:
@@ -320,13 +285,8 @@ class KvPress(EvictingOnce):
             raise self.refuse(why)
 
     def check_inputs(self, inputs: LayerInputs, query: Tensor) -> None:
-        """ValueError where the press would make other queries from the module than the model does,
-        or lacks the output projection."""
-        names = {part.cls.__name__ for part in self.parts}
-        if names & USING_OUTPUT and not hasattr(inputs.module, "o_proj"):
-            raise self.refuse(
-                f"{type(inputs.module).__name__} has no o_proj, whose weights the press reads"
-            )
+        """ValueError where the press would make other queries from the module than the model
+        does."""
         if self.inner in KEYS_AND_VALUES | ATTENTIONS:
             return
         try:
@@ -364,7 +324,7 @@ class KvPress(EvictingOnce):
 
     def budget_in_tokens(self, prompt: int) -> int:
         budget = super().budget_in_tokens(prompt)
-        if self.outer != "ChunkPress" or budget == prompt:
+        if self.parts[0].cls.__name__ != "ChunkPress" or budget == prompt:
             return budget
         # Each chunk keeps the share, rounded down, and at least one token.
         length: int = self.chunk_length  # type: ignore[attr-defined]
@@ -372,23 +332,9 @@ class KvPress(EvictingOnce):
         return sum(max(1, int(chunk * (budget + 1e-4) / prompt)) for chunk in chunks)
 
     def tokens_kept(self, counts: TokenCounts, layer: int) -> int:
-        if self.outer in SHARING:  # one head may keep all that the others evict
+        if self.parts[0].cls.__name__ in SHARING:  # one head may keep all that the others evict
             return counts.cached
         return super().tokens_kept(counts, layer)
-
-
-@cache
-def _made(name: str, parts: tuple[Part, ...], settings: tuple[tuple[str, Any], ...]) -> Any:
-    """The press of a method, the innermost part made first. Cached, since making one may warn."""
-    values = dict(settings)
-    press = None
-    for part in reversed(parts):
-        given = {parameter: values[setting] for parameter, setting in part.settings}
-        try:
-            press = part.cls(**given) if press is None else part.cls(press=press, **given)
-        except AssertionError as error:
-            raise ValueError(f"method.name={name}: {error}") from error
-    return press
 
 
 def _reason(error: Exception) -> str:
@@ -436,32 +382,6 @@ class PressedSequence(NamedTuple):
         return module, hidden, self.keys, self.values, self.attentions, kwargs
 
 
-class ByNumber:
-    """A press that is given the numbers of tokens in the place of their keys and values."""
-
-    def __init__(self, press: Any, keys: Tensor, values: Tensor) -> None:
-        self.press, self.keys, self.values = press, keys, values
-
-    @property
-    def compression_ratio(self) -> float:
-        return self.press.compression_ratio
-
-    def score(
-        self,
-        module: Any,
-        hidden_states: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attentions: Tensor,
-        kwargs: Any,
-    ) -> Tensor:
-        """The scores that the press gives to the tokens of these numbers."""
-        index = keys[..., :1].long()
-        keys = self.keys.gather(2, index.expand(-1, -1, -1, self.keys.shape[-1]))
-        values = self.values.gather(2, index.expand(-1, -1, -1, self.values.shape[-1]))
-        return self.press.score(module, hidden_states, keys, values, attentions, kwargs)
-
-
 def sequence_inputs(inputs: LayerInputs, at: int, first: int, device: torch.device) -> LayerInputs:
     """The inputs of one sequence of a batch without its padding."""
     hidden = inputs.hidden[at : at + 1, first:].to(device)
@@ -482,6 +402,7 @@ def lent(inputs: LayerInputs | None) -> Iterator[None]:
     names = "rotary_emb", "masked_key_indices"
     own = vars(inputs.module)
     before = {name: own[name] for name in names if name in own}
+    own.pop("masked_key_indices", None)  # of a press that the user ran
     if not hasattr(inputs.module, "rotary_emb") and inputs.rotary is not None:
         own["rotary_emb"] = inputs.rotary
     try:
@@ -541,15 +462,15 @@ class PressState(PromptEvictingState):
         weights = softmax.weights(scores.masked_fill_(later, -float("inf")))
         return weights.flatten(1, 2).to(query.dtype)
 
-    def asked(self, ask: Callable[..., Any], sequence: PressedSequence) -> Any:
-        """Result of the press, or the `masked_key_indices` that it marks on the module. Raises
-        ValueError in one line where it fails."""
+    def asked(self, ask: Callable[..., Any], sequence: PressedSequence) -> tuple[Any, Any]:
+        """Result of the press, and the `masked_key_indices` that it has marked on the module, None
+        for none. Raises ValueError in one line where it fails."""
         try:
             with lent(sequence.inputs), repeatable(sequence.layer, sequence.keys.device):
                 returned = ask(*sequence.arguments)
-                if sequence.inputs is None or self.method.outer not in SHARING:
-                    return returned
-                return sequence.inputs.module.masked_key_indices
+                if sequence.inputs is None:
+                    return returned, None
+                return returned, vars(sequence.inputs.module).get("masked_key_indices")
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -568,7 +489,7 @@ class ScoringState(PressState):
     ) -> Tensor:
         score = torch.zeros(key.shape[:3], device=key.device)
         for sequence in self.sequences(layer, query, key, value, rows):
-            given = self.asked(self.press.score, sequence)
+            given, _ = self.asked(self.press.score, sequence)
             allowed = sequence.keys.shape[:3]
             if given.shape != allowed:
                 raise self.method.refuse(f"gave scores {[*given.shape]}; allowed: {[*allowed]}")
@@ -584,39 +505,34 @@ class ChoosingState(PressState):
     ) -> None:
         self.enter_prompt(layer, rows)
         for sequence in self.sequences(layer, query, key, value, rows):
-            is_shared = self.method.outer in SHARING
-            choice = self._evicted_by_sharing if is_shared else self._evicted_by_moving
-            evicted = choice(sequence)
-            num_heads, length = evicted.shape
-            kept, budget = int((~evicted).sum()), self.method.budget_in_tokens(length)
+            stays = self.chosen(sequence)
+            num_heads, length = stays.shape
+            kept, budget = int(stays.sum()), self.method.budget_in_tokens(length)
             if kept != num_heads * budget:
                 why = f"kept {kept} rows of {num_heads} heads, not {budget} of each on average"
                 raise self.method.refuse(why)
             tokens = self.tokens[layer][sequence.at, :, sequence.first : key.shape[2]]
-            tokens.masked_fill_(evicted, EMPTY)
+            tokens.masked_fill_(~stays, EMPTY)
 
-    def _evicted_by_sharing(self, sequence: PressedSequence) -> Tensor:
-        """The tokens that the press marks on the module, bool [num_kv_heads, prompt]."""
-        _, heads, tokens = self.asked(self.press.compress, sequence)
-        keys = sequence.keys
-        evicted = torch.zeros(keys.shape[1:3], dtype=torch.bool, device=keys.device)
-        evicted[heads, tokens] = True
-        return evicted
+    def chosen(self, sequence: PressedSequence) -> Tensor:
+        """The tokens that the press leaves in the cache unmarked, bool [num_kv_heads, prompt]."""
+        (keys, values), marked = self.asked(self.press.compress, sequence)
+        stays = torch.zeros(sequence.keys.shape[1:3], dtype=torch.bool)
+        for head in range(len(stays)):
+            places: dict[bytes, list[int]] = {}
+            for place, row in enumerate(as_bytes(sequence.keys[0, head], sequence.values[0, head])):
+                places.setdefault(row, []).append(place)
+            for row in as_bytes(keys[0, head], values[0, head]):
+                if not places.get(row):
+                    raise self.method.refuse("changes keys or values that stay")
+                stays[head, places[row].pop()] = True
+        if marked is not None:
+            _, heads, tokens = marked
+            stays[heads.cpu(), tokens.cpu()] = False
+        return stays.to(sequence.keys.device)
 
-    def _evicted_by_moving(self, sequence: PressedSequence) -> Tensor:
-        """The tokens whose keys the press does not return, bool [num_kv_heads, prompt].
 
-        In the place of keys and values the press moves the numbers of their tokens. The press that
-        it wraps is given the keys and values of these numbers.
-        """
-        keys, values = sequence.keys, sequence.values
-        numbers = torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device)
-        numbers = numbers[:, None].expand_as(keys).contiguous()
-        wrapped, self.press.press = self.press.press, ByNumber(self.press.press, keys, values)
-        try:
-            numbered = sequence._replace(keys=numbers, values=numbers)
-            moved, _ = self.asked(self.press.compress, numbered)
-        finally:
-            self.press.press = wrapped
-        evicted = torch.ones(keys.shape[1:3], dtype=torch.bool, device=keys.device)
-        return evicted.scatter_(-1, moved[0, ..., 0].long(), False)
+def as_bytes(keys: Tensor, values: Tensor) -> list[bytes]:
+    """The bytes of each token's key and value, [tokens, size] each."""
+    rows = torch.cat([keys, values], -1).float().cpu().numpy()  # numpy has no bf16
+    return [row.tobytes() for row in rows]

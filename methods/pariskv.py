@@ -12,12 +12,12 @@ The rule, and where it differs (made into docs/methods.md):
 **pariskv** reads the `num_sinks` (4) first tokens, the most recent ones (`recent_frac`, 0.38), and
 of the others, the zone, the best. Keys are rotated by a Hadamard matrix after random signs
 (`seed`) and cut into sub-vectors of 8. The mean query of a group ranks the 256 sign patterns of
-each. The keys of the best patterns get votes, pattern by pattern, until `collision_frac` of the
-zone has some: six votes for the first 5 % of these keys, five up to 15 %, and four, three, two and
+each. The keys of the best patterns get votes, pattern by pattern, until a share of the zone has
+some: six votes for the first 5 % of these keys, five up to 15 %, and four, three, two and
 one up to 30, 50, 75 and 100 %. `candidate_frac` of the zone, the keys with the most votes, are
 ranked by their keys in 4 bits (a sign, 8 magnitudes), with a 16-bit weight for each sub-vector.
-By default both shares follow from the zone's length as in the official code: 0.5 and 0.5 (of
-candidates, of keys with votes) below 5,000 tokens, 0.25 and 0.3 below 10,000, 0.2 and 0.25 below
+Both shares follow from the zone's length as in the official code: 0.5 and 0.5 (of candidates, of
+keys with votes) below 5,000 tokens, 0.25 and 0.3 below 10,000, 0.2 and 0.25 below
 30,000, then 0.1 and 0.2.
 
 - The official code ranks for a group by its mean query, which is `group=sum_logits`. It reads 100
@@ -179,11 +179,6 @@ class ParisKV(Retrieving):
         vote for
     """
 
-    collision_frac: float | None = setting(
-        None,
-        "share of the zone that a sub-vector gives votes to; null: by the zone's length",
-        share(null=True),
-    )
     candidate_frac: float | None = setting(
         None,
         "share of the zone that is ranked, at least as many as are read; null: by its length",
@@ -213,8 +208,6 @@ class ParisKV(Retrieving):
         candidate_frac, collision_frac = shares_of(zone)
         if self.candidate_frac is not None:
             candidate_frac = self.candidate_frac
-        if self.collision_frac is not None:
-            collision_frac = self.collision_frac
         to_read = read - (cached - zone)
         candidates = min(zone, max(math.ceil(zone * candidate_frac), to_read))
         with_votes = [math.ceil(zone * collision_frac * tier) for tier in TIERS]

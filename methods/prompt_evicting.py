@@ -27,7 +27,7 @@ so.
 
 **keydiff**, **knorm**, **expected** follow kvpress. Their scores: minus the cosine between a key
 and the mean of the prompt's normalised keys; minus the key's length; the expected attention of
-coming queries, plus `epsilon`, times the value's length. Coming queries are taken to be normal,
+coming queries, times the value's length. Coming queries are taken to be normal,
 with mean and covariance of the prompt's, rotated to the next 512 positions; the `num_sinks` (4)
 first tokens are left out.
 """
@@ -56,7 +56,7 @@ from methods.base import (
     share_above,
 )
 from methods.evicting import INF, Evicting, EvictingState, lowest_scores
-from methods.settings import least, odd, one_of, setting, share, zero_or_more
+from methods.settings import least, odd, one_of, setting, share
 
 STEEPNESS = 20
 """PyramidKV's beta: the last layer of a pyramid has about a 20th of the mean, if the prompt is long
@@ -386,7 +386,7 @@ class ExpectedState(ComingQueriesState):
         scores = (keys @ mean.unsqueeze(-1)).squeeze(-1) + ((keys @ cov) * keys).sum(-1) / 2
         past_sinks = self.past_sinks(rows)[:, None, None]
         probs = scores.masked_fill_(~past_sinks, -INF).softmax(-1).mean(2)
-        return (probs + self.method.epsilon) * value.float().norm(dim=-1)
+        return probs * value.float().norm(dim=-1)
 
     def _statistics(self, layer: int, query: Tensor, rows: PromptRows) -> tuple[Tensor, Tensor]:
         """Mean [batch, heads, head_dim] and covariance of the queries that count, rotated to what
@@ -408,11 +408,6 @@ class ExpectedAttention(PromptEvicting):
     """
 
     num_sinks: int = 4
-    epsilon: float = setting(
-        0.0,
-        "added to the expected attention, so that a long value counts without any",
-        zero_or_more(),
-    )
 
     title = "Expected Attention"
     state = ExpectedState

@@ -37,9 +37,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from methods.base import Calibration, PromptRows, QueryRows
-from methods.coded_keys import room_for_keys, unpack_to
 from methods.packing import code_bytes, pack_codes
-from methods.projection import tokens_of
+from methods.projection import room_for_keys, tokens_of, unpack_to
 from methods.selection import Retrieving, RetrievingState
 from methods.settings import Allowed, least, setting
 

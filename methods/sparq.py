@@ -5,7 +5,7 @@ The rule, and where it differs (made into docs/methods.md):
 **sparq**: the channels in which the present query is largest. They change every step, so all keys
 lie on the device. Scores are divided by the root of the share of |q| that the channels hold. The
 output is (1 - u) · attention + u · the mean of all values, u the softmax weight of the tokens not
-read (`mean_value`; needs `when=own_query`).
+read.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.base import EMPTY, Calibration, PromptRows, QueryRows, Rest, require
+from methods.base import EMPTY, Calibration, PromptRows, QueryRows, Rest, When
 from methods.projection import PartialKeysState, Projected
 from methods.selection import RetrievingState
-from methods.settings import setting
+from methods.settings import one_of, setting
 
 
 class SparQState(PartialKeysState, RetrievingState):
@@ -65,11 +65,9 @@ class SparQState(PartialKeysState, RetrievingState):
         self.first[layer] = positions[:, 0]
         self.value_sum[layer].copy_(self.through[layer][:, :, -1])
 
-    def rest(self, layer: int, rows: QueryRows, scores: Tensor, mask: Tensor) -> Rest | None:
+    def rest(self, layer: int, rows: QueryRows, scores: Tensor, mask: Tensor) -> Rest:
         """The mean value of the cached tokens and the own one, weighted by the scores of the tokens
         not read."""
-        if not self.method.mean_value:
-            return None
         own = rows.own_slots.unsqueeze(-1)
         seen = rows.visible().scatter(-1, own, True).unsqueeze(2)
         read = mask.scatter(-1, own.expand(-1, mask.shape[1], -1, -1), True).unsqueeze(2)
@@ -85,7 +83,7 @@ class SparQState(PartialKeysState, RetrievingState):
         """The channels of each key, and the mean value."""
         head_dim, elements = self.geometry.head_dim, self.geometry.elements
         channels = positions.double() * self.method.num_columns(head_dim) / elements
-        return channels + self.method.mean_value * (self.geometry.value_dim or head_dim) / elements
+        return channels + (self.geometry.value_dim or head_dim) / elements
 
 
 @dataclass(frozen=True)
@@ -98,16 +96,11 @@ class SparQ(Projected):
     Reads: the best by the query's largest channels
     """
 
-    mean_value: bool = setting(True, "the mean value stands for the tokens that are not read")
-
     read_tokens: int | None = 128
     recent_frac: float = 0.25
     group: str = "sum_logits"
+    # The mean value's weight is the current token's, too, whose score the own query alone knows.
+    when: When = setting("own_query", allowed=one_of("own_query"))
 
     title = "SparQ"
     state = SparQState
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        allowed = "own_query, where the current token's weight is known; or set mean_value=false"
-        require(self.when == "own_query" or not self.mean_value, "when", self.when, allowed)

@@ -33,6 +33,7 @@ from methods.base import (
     EMPTY,
     Calibration,
     Geometry,
+    Lengths,
     Method,
     PromptRows,
     QueryRows,
@@ -40,6 +41,7 @@ from methods.base import (
     TokenCounts,
     checked,
     require,
+    share_above,
 )
 from methods.evicting import EvictingState, EvictingToBudget
 from methods.settings import least, setting, share
@@ -113,10 +115,22 @@ class Streaming(EvictingToBudget):
 
     num_sinks: int = setting(4, "first tokens that always stay", least(0))
 
-    always_kept = "num_sinks"
-
     title = "Streaming"
     state = StreamingState
+
+    def check(self, geometry: Geometry, lengths: Lengths) -> None:
+        """ValueError where a sequence's budget does not exceed the first tokens."""
+        shortest = int(lengths.final.min())
+        kept = self.budget_in_tokens(shortest)
+        found = f"it keeps {kept} of {shortest} tokens"
+        more = f"more: {found}, which must exceed method.num_sinks={self.num_sinks}"
+        require(kept > self.num_sinks, *self.budget_setting, more)
+
+    def min_budget(self, counts: TokenCounts) -> float:
+        """The least share that keeps one token more than the first ones."""
+        below = f"below {counts.final}, the shortest sequence"
+        require(self.num_sinks < counts.final, "num_sinks", self.num_sinks, below)
+        return share_above(self.num_sinks, counts.final)
 
 
 class DuoState(WindowState):

@@ -20,7 +20,7 @@ head goes back to `kept_tokens` (2,048), or with null to floor(`budget` · T) to
 best score. A score is that of the mean query, at the distances D + 1, D + 2, D + 4, ..., D +
 `offset_max_length` (65,536) from the next token, and of the queries' spread
 (`methods/triattention.py` has the formula). Scores of a query head are brought to mean 0 and
-variance 1 over the tokens that compete (`normalize_scores`); of a group the best counts.
+variance 1 over the tokens that compete; of a group the best counts.
 `protect_prompt` (true) keeps the prompt, which counts in the budget. Centres are measured on the
 calibration text. An element of a head that has no rotary position has an angle of 0 and is a plane
 by itself. A model without any rotary position (OPT) is refused.
@@ -85,9 +85,7 @@ class TriAttentionState(KeyedState):
         magnitudes = magnitude(keys, self.partner[layer])
         spread = self.spread[layer].unflatten(0, (keys.shape[1], -1))
         scores = grouped @ keys.mT + spread @ magnitudes.mT  # [batch, num_kv_heads, group, n]
-        if self.method.normalize_scores:
-            scores = standardized(scores, held.competes.unsqueeze(2))
-        return scores.amax(2)
+        return standardized(scores, held.competes.unsqueeze(2)).amax(2)
 
     def _coming(self, layer: int, cached: Tensor) -> Tensor:
         """The mean of the centres at the positions that follow, fp32 [batch, heads, head_dim]."""
@@ -108,9 +106,6 @@ class TriAttention(Periodic):
     protect_prompt: bool = True
     offset_max_length: int = setting(
         65536, "scores are means over the distances 1, 2, 4, ... up to this one ahead", least(1)
-    )
-    normalize_scores: bool = setting(
-        True, "scores of a query head have mean 0 and variance 1 before the best of a group counts"
     )
 
     title = "TriAttention"

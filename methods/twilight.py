@@ -7,11 +7,11 @@ its `benchmark/configs/config_quest_twi.json` has the defaults.
 
 The rule, and where it differs (made into docs/methods.md):
 
-**twilight** prunes the candidates of `quest` (`candidate_frac`, 0.5; `null` takes every token).
-Keys in 4 bits give the softmax over the candidates. A KV head reads tokens in its order until their
-sum is `p` (0.85), at most `budget` of the cached tokens. `group=sum_probs` adds up the
-group's mean probabilities; `union`, the official rule, prunes for each query head, among pages of
-its own, and reads the union. In the [official code](https://github.com/tsinghua-ideal/Twilight) the
+**twilight** prunes the candidates of `quest` (`candidate_frac`, 0.5). Keys in 4 bits give the
+softmax over the candidates. A KV head reads tokens in its order until their sum is `p` (0.85), at
+most `budget` of the cached tokens. `group=sum_probs` adds up the group's mean probabilities;
+`union`, the official rule, prunes for each query head, among pages of its own, and reads the union.
+In the [official code](https://github.com/tsinghua-ideal/Twilight) the
 row's current token competes too, and Quest's budget is 8,192 tokens. `budget=` sets the cap
 and `p=1`, as the data decides how many tokens `p` is.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -47,20 +47,16 @@ class TwilightState(QuestState, PartialKeysState):
         self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice | Tensor
     ) -> None:
         PartialKeysState.append(self, layer, key, value, positions, slots)
-        if self.method.candidate_frac is not None:
-            QuestState.append(self, layer, key, value, positions, slots)
+        QuestState.append(self, layer, key, value, positions, slots)
 
     def select(self, layer: int, rows: QueryRows) -> Selection:
         """Quest's candidates, pruned by the estimated attention on them. With `group=union` each
         query head has candidates of its own."""
         method, positions = self.method, rows.positions
-        if method.candidate_frac is None:
-            candidates, num_candidates = rows.visible(), positions
-        else:
-            pages = self.best(rows, QuestState.scores(self, layer, rows))
-            candidates = self.tokens_of(pages, rows)
-            joint_candidates, _ = method.joined(candidates, positions, self.geometry)
-            num_candidates = joint_candidates.sum(-1).double().mean(1)
+        pages = self.best(rows, QuestState.scores(self, layer, rows))
+        candidates = self.tokens_of(pages, rows)
+        joint_candidates, _ = method.joined(candidates, positions, self.geometry)
+        num_candidates = joint_candidates.sum(-1).double().mean(1)
         softmax = self.geometry.softmax(layer)
         scores = softmax.capped(PartialKeysState.scores(self, layer, rows))
         if method.group == "union":
@@ -70,8 +66,7 @@ class TwilightState(QuestState, PartialKeysState):
         mask = method.prune(weights.mean(2), candidates, rows)
         joint, _ = method.joined(mask, positions, self.geometry)
         side = PartialKeysState.index_read(self, layer, num_candidates)
-        if method.candidate_frac is not None:
-            side = side + QuestState.index_read(self, layer, positions)
+        side = side + QuestState.index_read(self, layer, positions)
         return Selection(joint, joint.sum(-1).double().mean(1), side)
 
 
@@ -90,23 +85,21 @@ class Twilight(SelectingBy):
 
     p: float = setting(0.85, "share of the candidates' attention; 1: always the cap", share())
     budget: float = setting(1.0, "cap: the largest share that a row reads", share())
-    candidate_frac: float | None = setting(
-        0.5,
-        "Quest's budget, as a share of the cached tokens; null takes all tokens",
-        share(null=True),
-    )
+    candidate_frac: float = setting(0.5, "Quest's budget, as a share of the cached tokens", share())
     page_size: int = setting(16, "tokens of Quest's pages", least(1))
     index_bits: int | None = setting(4, BITS_MEANING, INDEX_BITS)
 
     group: str = setting("sum_probs", allowed=one_of("sum_probs", "union"))
     dense_layers: int = 2  # `skip_first_two_layers`, the default of pyimpl/attention.py
 
+    page_score: ClassVar[str] = "bounds"
+
     title = "Twilight"
     state = TwilightState
 
     @cached_property
     def _retriever(self) -> Quest:
-        return Quest(budget=self.candidate_frac or 1.0, page_size=self.page_size)
+        return Quest(budget=self.candidate_frac, page_size=self.page_size)
 
     def pages_read(self, cached: int) -> int:
         """Full pages among the candidates."""
@@ -116,16 +109,14 @@ class Twilight(SelectingBy):
         return super().tokens_read(counts, layer) if self.p == 1 else None
 
     def set_size(self, counts: TokenCounts) -> int:
-        candidates = counts.cached
-        if self.candidate_frac is not None:
-            pages, unfinished = self.pages_read(counts.cached), counts.cached % self.page_size
-            candidates = pages * self.page_size + unfinished
+        pages, unfinished = self.pages_read(counts.cached), counts.cached % self.page_size
+        candidates = pages * self.page_size + unfinished
         return min(candidates, max(1, int(self.budget * counts.cached)))
 
     def with_budget(self, frac: float) -> Self:
         """Set by the cap alone: p becomes 1, and there are at least as many candidates as are
         read."""
-        candidates = None if self.candidate_frac is None else max(frac, self.candidate_frac)
+        candidates = max(frac, self.candidate_frac)
         return replace(self, p=1.0, budget=frac, candidate_frac=candidates)
 
     def artifact_budget(self) -> float:

@@ -152,8 +152,8 @@ def launch_attention() -> None:
 def launch_methods() -> None:
     """Selections and evictions, of H2O and of a pool, in a layer of OPT-13B; the scores of grouped queries and
     of coded keys."""
-    from methods.coded_keys import room_for_keys
-    from methods.kernels import coded_scores, evict_least, largest, place_own, relative, summed_probs, use
+    from methods.kernels import coded_scores, evict_least, largest, place_own, relative, summed_probs
+    from methods.projection import room_for_keys
 
     for slots in SLOTS:
         tokens, positions = torch.empty(2, 1, 2048, dtype=torch.int32), torch.empty(2, 1, dtype=torch.int32)
@@ -164,13 +164,12 @@ def launch_methods() -> None:
         coded_scores(torch.empty(2, 40, 1, 64, dtype=torch.float16), keys[:, :, :slots], 4, 64)
         found, within = relative(torch.empty(2, 40, 1, 1, slots), rows, 4.0)
         largest(found, within, frac=0.2, least=1, whole=positions, cached=positions)
-    positions, lengths = torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
+    positions = torch.empty(2, dtype=torch.int32)
     for slots in SLOTS:
         tokens = torch.empty(2, 40, slots + 1, dtype=torch.int32)
-        score, chosen = tokens.to(torch.float32), torch.empty(2, 40, slots, dtype=torch.bool)
+        score = tokens.to(torch.float32)
         evict_least(score, tokens, slots, positions, torch.empty(2, 2, dtype=torch.float64))
         place_own({"tokens": tokens, "score": score}, {"tokens": 1, "score": 0}, slots - 1)
-        use(chosen, tokens[..., :-1], (tokens, tokens, tokens), positions, (lengths, lengths), "counter")
         partial_keys = torch.empty(2, 40, slots + 1, 39, dtype=torch.float16)
         data = {"partial_keys": partial_keys, "tokens": tokens, "fetches": tokens, "last_fetch": tokens}
         place_own(data, dict.fromkeys(data, 0), slots - 1)
@@ -210,8 +209,8 @@ def launch_samples() -> None:
 
 def launch_rest() -> None:
     """The unread tokens by a coded index, in a layer of OPT-13B and in one of grouped queries."""
-    from methods.coded_keys import room_for_keys
     from methods.kernels import index_of_rest
+    from methods.projection import room_for_keys
 
     for heads, group in ((40, 1), (8, 4)):
         codec = IntegerCodec("int4", group_size=64)

@@ -253,11 +253,10 @@ CASES = {
         RandomAttention(kept_tokens=9, divide_length=4, window=2, protect_prompt=False, seed=3, dense_layers=2)
     ),
     "triattention-all": Case(
-        TriAttention(
-            kept_tokens=10, divide_length=4, window=1, protect_prompt=False, normalize_scores=False, dense_layers=0
-        )
+        TriAttention(kept_tokens=10, divide_length=4, window=1, protect_prompt=False, dense_layers=0)
     ),
     "duo": Case(DuoAttention(num_sinks=2, num_recent=4, dense_layers=2)),
+    "quest-deviation": Case(Quest(budget=0.4, page_size=3, page_score="deviation", dense_layers=1)),
     "quest": Case(Quest(budget=0.4, page_size=3)),
     "quest-union": Case(Quest(budget=0.4, page_size=3, group="union", num_sinks=1, dense_layers=0)),
     "pqcache": Case(PQCache(budget=0.5, num_sinks=1, recent_frac=0.3, bits=2, iterations=3, dense_layers=2)),
@@ -336,10 +335,9 @@ CASES = {
     "pool-fifo": Case(InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, pool_policy="fifo")),
     "pool-lru": Case(InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2)),
     "pool-counter": Case(InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, protect_recent=0.2)),
-    "pool-tokens": Case(InfiniGenPool(alpha=0.6, budget=0.5, pool_tokens=12)),
     "pool-fills": Case(InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.85)),
     # One token is read, and the best of each of the group's heads ties at r = 0: the lowest position wins.
-    "pool-tie": Case(InfiniGenPool(alpha=inf, budget=0.2, pool_tokens=4, protect_recent=0.0)),
+    "pool-tie": Case(InfiniGenPool(alpha=inf, budget=0.2, pool_frac=0.15, protect_recent=0.0)),
 }
 
 

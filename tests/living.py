@@ -97,7 +97,7 @@ def calibration(num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
     rotation = torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
     gates = torch.rand(4, num_kv_heads, generator=generator)
-    channels = {name: torch.rand(4, num_kv_heads, head_dim, generator=generator) for name in ("qk", "q", "k")}
+    magnitude = torch.rand(4, num_kv_heads, head_dim, generator=generator)
     factors = {name: torch.randn(rotation.shape, generator=generator) / head_dim**0.5 for name in ("query", "key")}
     moments = {name: factor @ factor.mT for name, factor in factors.items()}
     similarity = torch.rand(4, 4, num_kv_heads, num_kv_heads, generator=generator)
@@ -109,7 +109,14 @@ def calibration(num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
         "partner": torch.arange(head_dim).roll(half).expand(4, -1),
         "turn": torch.cat([-angle, angle], -1),
     }
-    return {"rotation": rotation, "gates": gates, **channels, **moments, "similarity": similarity, **in_planes}
+    return {
+        "rotation": rotation,
+        "gates": gates,
+        "magnitude": magnitude,
+        **moments,
+        "similarity": similarity,
+        **in_planes,
+    }
 
 
 def calibration_of(attached: Attached) -> dict[str, Tensor]:

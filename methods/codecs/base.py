@@ -7,7 +7,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -84,15 +84,12 @@ class RowCodec:
 
 
 class Family(RowCodec):
-    """Codecs of one format in several numbers of bits. Raises ValueError for an unknown name.
+    """Codecs of one format in several numbers of bits.
 
     names: the bits of each name.
     """
 
     names: ClassVar[Mapping[str, int]]
-
-    def __post_init__(self) -> None:
-        require_name(self.name, self.names)
 
     @property
     def bits(self) -> int:
@@ -113,7 +110,6 @@ class TileCodec(Family):
     group_size: int = 128
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_group_size(self.group_size, least=2)
 
     @property
@@ -129,12 +125,6 @@ class TileCodec(Family):
     def tiles_back(self, x: Tensor) -> Tensor:
         """Whole tiles of rows as they read back, in fp32."""
         raise NotImplementedError
-
-
-def require_name(name: str, known: Collection[str]) -> None:
-    """Raise ValueError for a codec that a family does not have."""
-    if name not in known:
-        raise ValueError(f"codec={name!r}: must be one of {', '.join(known)}")
 
 
 def require_group_size(group_size: int, *, least: int) -> None:

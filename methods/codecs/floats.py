@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.codecs.base import FLOAT_DTYPES, RowCodec, require_name
+from methods.codecs.base import FLOAT_DTYPES, RowCodec
 from methods.packing import pack_planes, plane_width, unpack_planes
 
 STORED_DTYPES = FLOAT_DTYPES | {"fp8": torch.float8_e4m3fn}
@@ -39,13 +39,10 @@ NVFP4_BLOCK = 16
 class FloatCodec(RowCodec):
     """Elements as they are, in a float format.
 
-    name: one of STORED_DTYPES. Raises ValueError for another.
+    name: one of STORED_DTYPES.
     """
 
     name: str
-
-    def __post_init__(self) -> None:
-        require_name(self.name, STORED_DTYPES)
 
     @property
     def bits(self) -> int:

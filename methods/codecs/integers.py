@@ -66,7 +66,6 @@ class IntegerCodec(Family):
     names = INTEGER_BITS
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_group_size(self.group_size, least=1)
 
     def num_groups(self, head_dim: int) -> int:

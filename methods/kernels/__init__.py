@@ -7,7 +7,7 @@ TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
 """
 
 from methods.kernels.coded import MOST_ROWS, coded_product, coded_scores, encode
-from methods.kernels.eviction import evict_least, place_own, use
+from methods.kernels.eviction import evict_least, place_own
 from methods.kernels.rest import index_of_rest
 from methods.kernels.selection import (
     code_distances,
@@ -34,5 +34,4 @@ __all__ = [
     "ranked",
     "relative",
     "summed_probs",
-    "use",
 ]

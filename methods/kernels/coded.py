@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods.kernels import common
 from methods.packing import plane_width
 
 TO_WHOLE = tl.constexpr(1.5 * 2**23)
 """Adding this rounds a number below 2^22 to a whole one, halves to the even neighbour."""
 HALF_MAX = tl.constexpr(torch.finfo(torch.float16).max)
+ELEMENTS = 1024
+"""Slots or scores that a program of any kernel holds in registers at a time."""
 MOST_ROWS = 64
 """Rows of a KV head that kernels of a step take; of more, torch makes products."""
 
@@ -146,12 +147,12 @@ def load_half(low, byte_stride, held):
 
 
 def coded_scores(query: Tensor, keys: Tensor, bits: int, group_size: int) -> Tensor:
-    """As `methods.coded_keys.coded_scores`, for at most `MOST_ROWS` rows."""
+    """As `methods.projection.coded_scores`, for at most `MOST_ROWS` rows."""
     batch, heads, rows, columns = query.shape
     slots = keys.shape[2]
     scores = query.new_empty((batch, heads, rows, slots), dtype=torch.float32)
     padded = triton.next_power_of_2(rows)
-    tile = max(1, common.ELEMENTS // padded)
+    tile = max(1, ELEMENTS // padded)
     in_memory = keys if keys.stride(-1) == 1 else keys.mT  # the kernel is told all strides
     _coded_scores[(batch * heads * triton.cdiv(slots, tile),)](
         query.contiguous(),

@@ -1,5 +1,5 @@
-"""Eviction: one launch each instead of about ten and twenty. One program serves a head. The kernels
-choose the token that leaves and the slot of the current token.
+"""Eviction: one launch each instead of about ten. One program serves a head. The kernels choose the
+token that leaves by its score, and the slot of the current token.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods.kernels import common
+from methods.kernels import coded
 
 EMPTY = tl.constexpr(torch.iinfo(torch.int32).max)
 """As `methods.base.EMPTY`."""
-SATURATED = tl.constexpr(255)
-"""As `methods.infinigen_pool.SATURATED`."""
-NEVER = tl.constexpr(torch.iinfo(torch.int64).max)
 
 
 @triton.jit
@@ -81,59 +78,6 @@ def _evict_least(
     tl.store(tokens + victim, EMPTY, mask=position >= budget)
 
 
-@triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
-def _use(
-    chosen,
-    ascending,  # the tokens in the slots, sorted
-    tokens, fetches, last_fetch, positions, capacities, unprotected,
-    slots, num_slots, heads, position_stride,
-    POLICY: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + head // heads * position_stride)
-    chosen += head * slots
-    tokens += head * num_slots
-    fetches += head * num_slots
-    last_fetch += head * num_slots
-    most = 0
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        count = tl.load(fetches + slot, mask=slot < slots, other=0)
-        count += tl.load(chosen + slot, mask=slot < slots, other=0).to(tl.int32)
-        count = tl.where(
-            tl.load(tokens + slot, mask=slot < slots, other=EMPTY) == position, 0, count
-        )
-        most = tl.maximum(most, tl.max(count, 0))
-    saturated = (most >= SATURATED).to(tl.int32)
-    rank = tl.minimum(tl.load(unprotected + head // heads), slots) - 1
-    newest = tl.load(ascending + head * slots + rank)
-    least = tl.full((), NEVER, tl.int64)
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
-        own, fetched = token == position, tl.load(chosen + slot, mask=slot < slots, other=0) != 0
-        count = tl.load(fetches + slot, mask=slot < slots, other=0) + fetched.to(tl.int32)
-        count = tl.where(own, 0, count) >> saturated
-        last = tl.where(
-            own | fetched, position, tl.load(last_fetch + slot, mask=slot < slots, other=0)
-        )
-        tl.store(fetches + slot, count, mask=slot < slots)
-        tl.store(last_fetch + slot, last, mask=slot < slots)
-        score = count if POLICY == "counter" else last if POLICY == "lru" else tl.zeros_like(count)
-        order = (score.to(tl.int64) << 31) + token
-        least = tl.minimum(least, tl.min(tl.where(token <= newest, order, NEVER), 0))
-    victim = (least & EMPTY).to(tl.int32)  # the token
-    leaves = position >= tl.load(capacities + head // heads)
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
-        tl.store(
-            tokens + slot,
-            tl.full((TILE,), EMPTY, tl.int32),
-            mask=leaves & (slot < slots) & (token == victim),
-        )
-
-
 def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int) -> Tensor:
     """As `EvictingState.place_own`. data: a layer's slot tensors, `tokens` among them; empties: see
     `slot_tensors`."""
@@ -143,7 +87,7 @@ def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int
     widths = tuple(tensor[0, 0, 0].numel() for tensor in data.values())
     values = tuple(empties[name] for name in data)
     given = (tokens, tuple(data.values()), free, own, tokens.shape[2])
-    _place_own[(free.numel(),)](*given, WIDTHS=widths, EMPTIES=values, TILE=common.ELEMENTS)
+    _place_own[(free.numel(),)](*given, WIDTHS=widths, EMPTIES=values, TILE=coded.ELEMENTS)
     return free
 
 
@@ -159,26 +103,5 @@ def evict_least(
     heads = tokens.shape[1]
     sizes = (slots, tokens.shape[2], heads, positions.stride(0))
     _evict_least[(len(tokens) * heads,)](
-        score, tokens, positions, limits, *sizes, TILE=common.ELEMENTS
-    )
-
-
-def use(
-    chosen: Tensor, ascending: Tensor, data: tuple[Tensor, Tensor, Tensor], positions: Tensor,
-    limits: tuple[Tensor, Tensor], policy: str,
-) -> None:  # fmt: skip
-    """As `InfiniGenPoolState.use`. positions: int [batch], -1 for padding; data: tokens, fetches
-    and last fetches; limits: capacities and numbers of unprotected tokens, int64 [batch]."""
-    tokens, heads = data[0], chosen.shape[1]
-    sizes = (chosen.shape[2], tokens.shape[2], heads, positions.stride(0))
-    grid = (len(tokens) * heads,)
-    _use[grid](
-        chosen.contiguous(),
-        ascending,
-        *data,
-        positions,
-        *limits,
-        *sizes,
-        POLICY=policy,
-        TILE=common.ELEMENTS,
+        score, tokens, positions, limits, *sizes, TILE=coded.ELEMENTS
     )

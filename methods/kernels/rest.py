@@ -14,15 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from methods.base import QueryRows
-from methods.kernels import common
+from methods.kernels import coded
 from methods.kernels.coded import load_half, width_of
-from methods.kernels.common import set_strides
+from methods.kernels.selection import set_strides
 
 PART = 1024
 """Slots of a program, about."""
 PRODUCTS = 4
 """Products of a weight and a number of the index that a program holds at a time, as a multiple of
-`common.ELEMENTS`."""
+`coded.ELEMENTS`."""
 
 
 @triton.jit(
@@ -154,7 +154,7 @@ def index_of_rest(
     batch, heads, group, num_rows, slots = scores.shape
     head_dim, tokens = rows.query.shape[-1], rows.slot_positions
     padded, numbers = triton.next_power_of_2(group), triton.next_power_of_2(columns)
-    tile = max(16, PRODUCTS * common.ELEMENTS // (padded * numbers))
+    tile = max(16, PRODUCTS * coded.ELEMENTS // (padded * numbers))
     tiles = max(1, min(PART, slots) // tile)
     parts = triton.cdiv(slots, tile * tiles)
     programs = batch * heads * num_rows * parts

@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from methods.base import QueryRows
-from methods.kernels import common
+from methods.kernels import coded
 from methods.kernels.coded import TO_WHOLE
-from methods.kernels.common import set_strides
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Smaller values are hidden."""
@@ -272,6 +271,11 @@ def _take_largest(
         equal_before += tl.sum(equal, 0)
 
 
+def set_strides(tokens: Tensor) -> tuple[int, int]:
+    """Strides of the batch and of the sets in [batch, 1 or sets, slots], 0 along what is shared."""
+    return tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0
+
+
 def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Tensor]:
     """Each set's r (see `Selecting.reduced`), -inf where a row sees no token, fp32 [batch, sets,
     rows, slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
@@ -285,7 +289,7 @@ def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Ten
     within = scores.new_empty((batch, sets, num_rows), dtype=torch.int32)
     heads = triton.next_power_of_2(group)
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), found, within, alpha)
-    tile = max(1, common.ELEMENTS // heads)
+    tile = max(1, coded.ELEMENTS // heads)
     shape = (slots, sets, num_rows, group, *set_strides(tokens))
     _relative[(batch * sets * num_rows,)](*data, *shape, HEADS=heads, TILE=tile)
     return found, within
@@ -301,10 +305,10 @@ def summed_probs(scores: Tensor, rows: QueryRows, distances: Tensor | None = Non
     heads = triton.next_power_of_2(group)
     shape = (slots, sets, num_rows, group)
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), summed)
-    coded = (distances, *(distances.stride()[:2] if distances is not None else (0, 0)))
-    tile = max(1, common.ELEMENTS // heads)
+    factors = (distances, *(distances.stride()[:2] if distances is not None else (0, 0)))
+    tile = max(1, coded.ELEMENTS // heads)
     grid = (batch * sets * num_rows,)
-    _summed_probs[grid](*data, *shape, *set_strides(tokens), *coded, HEADS=heads, TILE=tile)
+    _summed_probs[grid](*data, *shape, *set_strides(tokens), *factors, HEADS=heads, TILE=tile)
     return summed
 
 
@@ -335,7 +339,7 @@ def ranked(score: Tensor, rows: QueryRows, salt: int, layer: int, number_bits: i
     tokens = rows.slot_positions
     found = torch.empty_like(score)
     shape = (slots, sets, num_rows, *set_strides(tokens))
-    sizes = {"NUMBERS": 2**number_bits, "TILE": common.ELEMENTS}
+    sizes = {"NUMBERS": 2**number_bits, "TILE": coded.ELEMENTS}
     _ranked[(batch * sets * num_rows,)](score, tokens, found, salt, layer, *shape, **sizes)
     return found
 
@@ -349,7 +353,7 @@ def random_numbers(salt: int, seed: int, rows: QueryRows, sets: int) -> Tensor:
     data = (tokens, rows.positions.contiguous(), found, salt, seed)
     shape = (tokens.shape[-1], sets, num_rows)
     _random_numbers[(batch * sets * num_rows,)](
-        *data, *shape, *set_strides(tokens), TILE=common.ELEMENTS
+        *data, *shape, *set_strides(tokens), TILE=coded.ELEMENTS
     )
     return found
 
@@ -359,7 +363,7 @@ def log_weights(score: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
     score, ranked, mask = score.contiguous(), ranked.contiguous(), mask.contiguous()
     found = torch.empty_like(score)
     grid = (score.numel() // max(1, score.shape[-1]),)
-    _log_weights[grid](score, ranked, mask, found, score.shape[-1], TILE=common.ELEMENTS)
+    _log_weights[grid](score, ranked, mask, found, score.shape[-1], TILE=coded.ELEMENTS)
     return found
 
 
@@ -386,6 +390,6 @@ def largest(
     cap = {"FRAC": frac, "LEAST": least, "MEAN_OF": mean_of}
     grid = (batch * sets * num_rows,)
     _take_largest[grid](
-        *given, mask, taken, slots, sets, num_rows, **cap, TILE=common.ELEMENTS, num_warps=8
+        *given, mask, taken, slots, sets, num_rows, **cap, TILE=coded.ELEMENTS, num_warps=8
     )
     return mask, taken

@@ -199,7 +199,7 @@ BUDGETS = {
     "infinigen2+rows": (37, 34),
     "infinigen2-sampled": (43, 40),
     "infinigen (device)": (18, 35),
-    "pool": (18, 42),
+    "pool": (18, 63),
 }
 """Launches in the first layer, which mostly reads the full cache, and in one of the others, the next layer's prediction
 included, and what torch launches to make a bias of a mask; at the shape of OPT-13B. A whole layer of a step costs them

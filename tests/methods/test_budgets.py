@@ -38,7 +38,6 @@ from methods.socket import Socket
 from methods.sparq import SparQ
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
-from methods.twilight import Twilight
 from methods.vattention import VAttention
 from tests.cases import Case, preset
 from tests.living import PROMPT, STEPS, attached_with_link, force, live, open_live, replay, setup_of, token_batch
@@ -213,7 +212,10 @@ CACHED = range(PROMPT, PROMPT + STEPS)
     [
         # floor(0.3 * 16) of 16 columns of every cached key, no value, and the projection of 16 x 4 numbers once
         (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), mean((4 * t + 16 * 4) / 32 / t for t in CACHED)),
-        (InfiniGenPool(skew=False, fixed_fetch=5, pool_tokens=20), mean((5 * 20 + 16 * 5) / 32 / t for t in CACHED)),
+        (
+            InfiniGenPool(skew=False, fixed_fetch=5, pool_frac=20.5 / (PROMPT + STEPS)),
+            mean((5 * 20 + 16 * 5) / 32 / t for t in CACHED),
+        ),
         # two projections
         (preset("infinigen-balanced"), mean((5 * t + 2 * 16 * 5) / 32 / t for t in CACHED)),
         (InfiniGen(partial_weight_ratio=1.0, index_bits=4), mean((16 * 6 / 16 * t + 16 * 16) / 32 / t for t in CACHED)),
@@ -234,7 +236,6 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         (VAttention(when="true_scores", index_bits=None, num_sinks=0, dense_layers=2), 0.5),
         # 4 of 16 channels, and half a token for the mean value
         (SparQ(dense_layers=2), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
-        (SparQ(mean_value=False, dense_layers=2), 4 / 32),
         # four codes of 6 bits for each token, and 64 centroids of 16 elements of 16 bits
         (PQCache(num_sinks=0, dense_layers=2), mean((t * 24 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
         # a byte for each of two sub-vectors of a key of the zone; of half of it 3 bits for each of 16 elements, in 6
@@ -250,7 +251,6 @@ CACHED = range(PROMPT, PROMPT + STEPS)
             mean((2 / 2 * t + 5 * 3 * 16 / 2) / 32 / t for t in CACHED),
         ),
         # every key in 4 bits
-        (Twilight(candidate_frac=None), 16 * (4 + 32 / 16) / 16 / 32),
         (VAttention(num_sinks=0, dense_layers=2), 16 * (4 + 32 / 16) / 16 / 32),
     ],
     ids=lambda value: getattr(value, "title", None),
@@ -274,7 +274,10 @@ EVICTED = [
     (DuoAttention(num_sinks=1, num_recent=9, dense_layers=2), [(t - 10) / 2 for t in CACHED]),
     (Full(dense_layers=2), None),
     (Quest(budget=0.4, page_size=3), None),
-    (InfiniGenPool(skew=False, fixed_fetch=5, pool_tokens=20), None),  # a pool, of which a part is read
+    (
+        InfiniGenPool(skew=False, fixed_fetch=5, pool_frac=20.5 / (PROMPT + STEPS)),
+        None,
+    ),  # a pool, of which a part is read
 ]
 
 

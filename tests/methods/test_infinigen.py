@@ -75,7 +75,7 @@ class ArtifactPool:
 
 
 def capacity(method: InfiniGenPool, final: int) -> int:
-    return method.pool_tokens or math.floor(method.pool_frac * final)
+    return math.floor(method.pool_frac * final)
 
 
 def plain_pool(method: ScoreSelecting, prompt: int, final: int) -> Pool | ArtifactPool:
@@ -168,18 +168,18 @@ LIMITED = {
     "fifo": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, pool_policy="fifo"),
     "lru": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2),
     "counter": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.6, protect_recent=0.2),
-    "counter-alpha": InfiniGenPool(alpha=0.5, budget=0.6, pool_tokens=14, protect_recent=0.0),
-    "fixed": InfiniGenPool(fixed_fetch=5, pool_tokens=11, pool_policy="lru", protect_recent=0.3),
+    "counter-alpha": InfiniGenPool(alpha=0.5, budget=0.6, pool_frac=0.55, protect_recent=0.0),
+    "fixed": InfiniGenPool(fixed_fetch=5, pool_frac=0.45, pool_policy="lru", protect_recent=0.3),
     "fills": InfiniGenPool(alpha=inf, budget=0.3, pool_frac=0.85),
-    "tie": InfiniGenPool(alpha=inf, budget=0.2, pool_tokens=4, protect_recent=0.0),
-    "one": InfiniGenPool(pool_tokens=1),
-    "saturates": InfiniGenPool(fixed_fetch=4, pool_tokens=12, protect_recent=0.3),
+    "tie": InfiniGenPool(alpha=inf, budget=0.2, pool_frac=0.17, protect_recent=0.0),
+    "one": InfiniGenPool(pool_frac=0.05),
+    "saturates": InfiniGenPool(fixed_fetch=4, pool_frac=0.5, protect_recent=0.3),
 }
 ARTIFACT = {"alpha": inf, "budget": 0.3, "eviction": "artifact"}
 SIMULATED = {
-    "artifact-fifo": InfiniGenPool(pool_tokens=14, pool_policy="fifo", **ARTIFACT),
+    "artifact-fifo": InfiniGenPool(pool_frac=0.55, pool_policy="fifo", **ARTIFACT),
     "artifact-lru": InfiniGenPool(pool_frac=0.6, pool_policy="lru", **ARTIFACT),
-    "artifact-counter": InfiniGenPool(pool_tokens=9, **ARTIFACT),
+    "artifact-counter": InfiniGenPool(pool_frac=0.35, **ARTIFACT),
 }
 METHODS = {name: CASES[name] for name in BY_COLUMNS}
 METHODS |= {name: Case(method) for name, method in (LIMITED | SIMULATED).items()}

@@ -65,7 +65,8 @@ def choices():
     """Every press that can be a method, one that wraps another with it."""
     if importlib.util.find_spec("kvpress") is None:
         return []
-    return [f"{name}:{INNER.get(name, 'SnapKVPress')}" if name in kvpress.wrapping() else name
+    presses = kvpress.presses_installed()
+    return [f"{name}:{INNER.get(name, 'SnapKVPress')}" if kvpress.wraps_another(presses[name]) else name
             for name in kvpress.allowed()]  # fmt: skip
 
 
@@ -183,7 +184,7 @@ def test_live_is_replay_and_budgets_have_their_closed_form(choice):
 FAMILIES = {
     "opt": ({"word_embed_proj_dim": 64}, "SnapKVPress", "makes no queries from OPTAttention"),
     "cohere": ({}, "SnapKVPress", "makes other queries than CohereAttention"),
-    "opt, W_O": ({"word_embed_proj_dim": 64}, "CriticalKVPress:KnormPress", "OPTAttention has no o_proj"),
+    "opt, W_O": ({"word_embed_proj_dim": 64}, "CriticalKVPress:KnormPress", "failed on a prompt of "),
     "deepseek_v3": (
         {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
          "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 4, "num_attention_heads": 4},
@@ -216,12 +217,13 @@ def test_other_families_are_taken():
 
 REFUSED = [
     ("NoSuchPress", "", "{choice}: kvpress 0.5.5 has no press NoSuchPress; allowed: AdaKVPress, "),
-    ("KVzipPress", "", "{choice}: KVzipPress runs the model over the prompt again by itself; method=kvzip does so"),
+    ("KVzipPress", "", "{choice}: KVzipPress gives no scores of a layer's tokens, or needs more than the model"),
+    ("MergingPress:KnormPress", "", "{choice}: MergingPress changes the values of tokens that stay"),
     ("AdaKVPress", "", "{choice}: AdaKVPress wraps another press; name it, as in kvpress:AdaKVPress:SnapKVPress"),
     ("SnapKVPress:KnormPress", "", "{choice}: SnapKVPress wraps no other press; allowed before `:`: "),
-    ("AdaKVPress:AdaKVPress:KnormPress", "", "{choice}: AdaKVPress gives no scores, so that no other press wraps it"),
+    ("AdaKVPress:AdaKVPress:KnormPress", "",
+     "method.name=kvpress:AdaKVPress:AdaKVPress:KnormPress: AdaKVPress requires a ScorerPress as input"),
     ("SnapKVPress", "method.window_size=0", "method.window_size=0: must be an integer >= 1"),
-    ("SnapKVPress", "method.kernel_size=4", "method.kernel_size=4: must be an odd integer >= 1"),
     ("SnapKVPress", "+method.pooling=max", "unknown setting method.pooling: "),
     ("SnapKVPress", "method.version=0.1.0", "method.version=0.1.0: must be 0.5.5, which is installed"),
     ("AdaKVPress:KnormPress", "method.alpha_safeguard=2",
@@ -246,11 +248,15 @@ def test_without_kvpress_a_line_says_how_to_install_it(runs, monkeypatch, capsys
 
 
 @needs_kvpress
-def test_every_press_is_a_method_or_refused_with_a_reason():
-    installed = set(kvpress.presses_installed())
-    assert kvpress.REFUSED.keys() <= installed
-    assert installed - kvpress.REFUSED.keys() == set(kvpress.allowed())
-    assert installed >= kvpress.SHARING | kvpress.MOVING | kvpress.USING_OUTPUT | kvpress.KEYS_AND_VALUES
+@pytest.mark.parametrize("name", ["MergingPress", "ChunkKVPress"])
+def test_a_press_that_changes_what_stays_or_keeps_another_number_is_refused(name, monkeypatch):
+    """Also one that the list of refused presses does not know."""
+    monkeypatch.delitem(kvpress.REFUSED, name)
+    kvpress.press_class.cache_clear()
+    reason = "kept .* rows of 2 heads" if name == "ChunkKVPress" else "changes keys or values that stay"
+    with pytest.raises(ValueError, match=reason):
+        prompted(tiny("gqa"), make(f"{name}:SnapKVPress", kept_tokens=KEPT))
+    kvpress.press_class.cache_clear()
 
 
 @needs_kvpress

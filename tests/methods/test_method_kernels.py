@@ -18,11 +18,11 @@ from torch import Tensor
 from methods import compiled as switch
 from methods.base import EMPTY, Geometry, Lengths, QueryRows
 from methods.codecs.integers import IntegerCodec
-from methods.coded_keys import room_for_keys
 from methods.h2o import H2O
 from methods.infinigen2 import coded_distances, coded_product
-from methods.infinigen_pool import SATURATED, InfiniGenPool
+from methods.infinigen_pool import InfiniGenPool
 from methods.oracle import Oracle, OracleSampled
+from methods.projection import room_for_keys
 from methods.sampling import random_numbers
 from methods.selection import largest
 from tests.cases import CASES, shipped
@@ -30,7 +30,7 @@ from tests.living import attached_with_link, live
 
 pytest.importorskip("triton")
 from methods import kernels
-from methods.kernels import common
+from methods.kernels import coded as coded_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=10, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
@@ -41,7 +41,7 @@ def compiled(elements: int) -> Iterator[None]:
     """The kernels serve the tensors of these tests, in tiles of so many elements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(switch, "COMPILED", {DEVICE.type})
-        patch.setattr(common, "ELEMENTS", elements)
+        patch.setattr(coded_kernels, "ELEMENTS", elements)
         yield
 
 
@@ -285,17 +285,12 @@ def assert_alike(state, case, step: Callable, real: slice = slice(None)) -> None
             assert torch.equal(getattr(by_kernel, name)[layer][of, :, :-1].cpu(), data[of, :, :-1]), name
 
 
-def pool(case, drawn: Drawn, **chosen):
-    final = drawn.position.long() + 5
-    method = InfiniGenPool(skew=False, pool_tokens=max(1, case["slots"] // 2), **chosen)
-    return method.new_state(GEOMETRY, Lengths(final, final))
-
-
 @QUICK
 @given(case=cases, own_stays=st.booleans())
 def test_the_current_token_takes_the_first_free_slot(case, own_stays):
     drawn = Drawn(case)
-    state, own = pool(case, drawn), drawn.slots - 1
+    final, own = drawn.position.long() + 5, drawn.slots - 1
+    state = InfiniGenPool(skew=False, pool_frac=0.5).new_state(GEOMETRY, Lengths(final, final))
     drawn.tokens[..., own] = drawn.slots + 50 if own_stays else EMPTY
     state.tokens[LAYER] = drawn.tokens
     state.fetches[LAYER], state.last_fetch[LAYER] = (drawn.like_tokens(99, torch.int32) for _ in range(2))
@@ -323,42 +318,6 @@ def test_the_lowest_score_leaves(case, recent, scores):
     assert_alike(state, case, step, slice(int(case["padded"]), None))
 
 
-@QUICK
-@given(
-    case=cases,
-    policy=st.sampled_from(["fifo", "lru", "counter"]),
-    protect=st.sampled_from([0.0, 0.5, 1.0]),
-    saturates=st.booleans(),
-)
-def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, saturates):
-    drawn = Drawn(case)
-    state = pool(case, drawn, pool_policy=policy, protect_recent=protect)
-    own = drawn.integers(0, drawn.slots, (drawn.batch, 2, 1))
-    drawn.tokens = drawn.tokens.masked_fill(drawn.tokens >= drawn.position[:, None, None], EMPTY)
-    held = (drawn.tokens[..., :-1] != EMPTY).scatter(-1, own, False).sum(-1).amin(-1)
-    state.capacities = torch.minimum(state.capacities, held).clamp(min=1)  # what is full holds so many at least
-    state.unprotected = torch.minimum(state.unprotected, state.capacities)
-    drawn.position = drawn.position.masked_fill(held < 1, 0)
-    drawn.tokens = drawn.tokens.masked_fill(drawn.tokens >= drawn.position[:, None, None], EMPTY)
-    drawn.tokens.scatter_(-1, own, drawn.position[:, None, None].expand_as(own))
-    state.tokens[LAYER], state.last_fetch[LAYER] = drawn.tokens, drawn.like_tokens(6, torch.int32)
-    state.fetches[LAYER] = drawn.like_tokens(4, torch.int32) + saturates * (SATURATED - 3)
-    tokens = drawn.tokens[..., :-1]
-    chosen = (drawn.like_tokens(2, torch.bool)[..., :-1]) & (tokens < drawn.position[:, None, None])
-    real = torch.arange(drawn.batch)[:, None] >= case["padded"]
-
-    def step(state, device: torch.device) -> None:
-        at = drawn.position[:, None].to(device)
-        slots = state.tokens[LAYER][..., :-1]
-        row = QueryRows(None, at, real.to(device), slots, own.to(device), None, case["padded"])
-        state.use(LAYER, row, chosen.to(device), slots.sort(-1).values)
-
-    before = state.tokens[LAYER].clone()
-    assert_alike(state, case, step, slice(int(case["padded"]), None))
-    freed = (before != state.tokens[LAYER]).sum(-1)
-    assert torch.equal(freed > 0, ((drawn.position >= state.capacities) & real[:, 0])[:, None].expand_as(freed))
-
-
 # In a session
 
 
@@ -367,7 +326,6 @@ def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, s
     ("name", "function"),
     [
         ("h2o", "place_own"),
-        ("pool-tokens", "use"),
         ("infinigen-coded", "coded_scores"),
         ("infinigen2", "summed_probs"),
         ("infinigen2-sampled", "code_distances"),

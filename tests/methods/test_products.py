@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods import coded_keys
+from methods import projection
 from methods.attention import MANY_ROWS, attention_scores
 from methods.base import Geometry, Lengths, PromptRows, QueryRows
 from methods.codecs.integers import IntegerCodec
-from methods.coded_keys import coded_scores, room_for_keys
 from methods.infinigen import InfiniGen
+from methods.projection import coded_scores, room_for_keys
 from methods.quest import Quest
 from methods.sparq import SparQ
 
@@ -100,7 +100,7 @@ def test_scores_are_products_with_the_decoded_keys(bits, columns, rows, block_by
     keys = room_for_keys(packed[:, :, :1], SLOTS + 2)
     keys[:, :, :SLOTS] = packed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coded_keys, "BLOCK_BYTES", block_bytes)
+        patch.setattr(projection, "BLOCK_BYTES", block_bytes)
         for laid_out in (keys[:, :, :SLOTS], packed):
             got = coded_scores(query, laid_out, codec)
             torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1e-5)

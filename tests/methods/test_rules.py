@@ -240,7 +240,10 @@ def quest(method: Quest, of: Of):
     def row(t: int) -> set[int]:
         pages = [of.key[begin : begin + page] for begin in range(0, t // page * page, page)]
         queries = of.query[:, t - (method.when == "previous_step")]
-        bounds = np.array([[np.maximum(q * keys.min(0), q * keys.max(0)).sum() for keys in pages] for q in queries])
+        if method.page_score == "deviation":
+            bounds = np.array([[q @ keys.mean(0) + np.abs(q) @ keys.std(0) for keys in pages] for q in queries])
+        else:
+            bounds = np.array([[np.maximum(q * keys.min(0), q * keys.max(0)).sum() for keys in pages] for q in queries])
         others = len(pages)
         if method.budget < 1:
             others = min(others, max(3, math.floor(method.budget * t / page)) - 1)
@@ -360,7 +363,7 @@ def pariskv(method: ParisKV, of: Of):
         recent = math.floor(method.recent_frac * size)
         zone = range(min(t, method.num_sinks), max(min(t, method.num_sinks), t - recent))
         others = size - (t - len(zone))
-        found = votes(zone, of.query[:, t].mean(0) @ rotation, method.collision_frac or 0.5)
+        found = votes(zone, of.query[:, t].mean(0) @ rotation, 0.5)
         number = max(others, math.ceil(len(zone) * (method.candidate_frac or 0.5)))
         candidates = sorted(sorted(zone, key=lambda token: (-found[token], token))[:number])
         scores = of.query[:, t] @ rotation @ np.array([coded_keys[token] for token in candidates]).T
@@ -486,7 +489,7 @@ def partial_scores(method, of: Of, t: int) -> np.ndarray:
     """Scores [group, t] on a few numbers per key."""
     query, key, size = of.query[:, t], of.key[:t], of.key.shape[1]
     if isinstance(method, DoubleSparsity):
-        channels = best(measured(method.channels, of), math.ceil(method.rank * size))
+        channels = best(measured("magnitude", of), math.ceil(method.rank * size))
         return query[:, channels] @ coded(key[:, channels], method.index_bits).T
     if isinstance(method, Loki):
         first = measured("rotation", of)[:, : math.ceil(method.rank * size)]
@@ -550,15 +553,15 @@ def twilight(method: Twilight, of: Of):
 
     def candidates(t: int) -> list[set[int]]:
         """Of the group, or with a union of each query head."""
-        if method.candidate_frac is None:
-            return [set(range(t))] * len(of.query)
         pages = [of.key[begin : begin + page] for begin in range(0, t // page * page, page)]
         bounds = [[np.maximum(q * each.min(0), q * each.max(0)).sum() for each in pages] for q in of.query[:, t]]
         if method.group == "union":
             scores = [np.array(row) for row in bounds]
         else:
             scores = [sum(softmax(np.array(row)) for row in bounds)] * len(bounds)
-        number = max(3, math.floor(method.candidate_frac * t / page)) - 1
+        number = len(pages)
+        if method.candidate_frac < 1:
+            number = max(3, math.floor(method.candidate_frac * t / page)) - 1
         found = []
         for score in scores:
             chosen = {len(pages), *best(score, number)}
@@ -683,7 +686,7 @@ def expected(method: ExpectedAttention, geometry: Geometry, sequence: Sequence, 
         mean, cov = turned.mean(0) @ ahead, ahead.T @ np.cov(turned.T, bias=True) @ ahead
         keys = sequence.key[kv, sinks:prompt] * geometry.scale
         score[kv, sinks:] += softmax(keys @ mean + ((keys @ cov) * keys).sum(1) / 2) / geometry.group
-    return (score + method.epsilon) * norm(sequence.value[:, :prompt])
+    return score * norm(sequence.value[:, :prompt])
 
 
 def once(score_of):
@@ -841,7 +844,7 @@ def triattention(method: TriAttention, of: Of):
                 terms = [size * np.cos(angle * (following - token + ahead) + phase) for ahead in distances]
                 scores.append(np.mean(terms, 0).sum() + (spread * np.abs(key)).sum())
             scores = np.array(scores)
-            of_heads.append((scores - scores.mean()) / scores.std() if method.normalize_scores else scores)
+            of_heads.append((scores - scores.mean()) / scores.std())
         return list(np.max(of_heads, 0))
 
     return now_and_then(method, of, score)
@@ -917,11 +920,12 @@ OF_CASES = (
 OTHER_SETTINGS = {
     "streaming-tokens": Streaming(kept_tokens=7, num_sinks=0, dense_layers=0),
     "quest-token": Quest(budget=0.3, page_size=1, dense_layers=0),
+    "unique": Quest(budget=0.4, page_size=3, page_score="deviation", dense_layers=0),
     "freekv-forced": Quest(
         budget=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=6, recent_frac=0.9
     ),
     "pqcache-fine": PQCache(budget=0.3, num_sinks=1, part_size=2, bits=2, iterations=0, dense_layers=0),
-    "pariskv-few": ParisKV(budget=0.3, num_sinks=2, recent_frac=0.2, collision_frac=0.3, candidate_frac=0.4, seed=1),
+    "pariskv-few": ParisKV(budget=0.3, num_sinks=2, recent_frac=0.2, candidate_frac=0.4, seed=1),
     "pariskv-as-read": ParisKV(budget=0.6, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, dense_layers=0),
     "pariskv-probs": ParisKV(read_tokens=6, num_sinks=0, group="sum_probs"),
     "socket-fine": Socket(read_tokens=5, num_sinks=0, tables=3, planes=7, tau=0.1, seed=5, dense_layers=0),
@@ -931,7 +935,7 @@ OTHER_SETTINGS = {
     "rocketkv-sinks": RocketKV(budget_tokens=7, window=1, num_sinks=2),
     "rocketkv-wide": RocketKV(budget=1.5, window=3, kernel=3),
     "shadowkv-tokens": ShadowKV(read_tokens=5, page_size=3, local_chunks=0, outlier_frac=0.0, dense_layers=0),
-    "doublesparsity-coded": DoubleSparsity(budget=0.3, rank=0.5, channels="k", index_bits=2),
+    "doublesparsity-coded": DoubleSparsity(budget=0.3, rank=0.5, index_bits=2),
     "loki-tokens": Loki(read_tokens=7, rank=0.3, dense_layers=0),
     "loki-coded": Loki(budget=0.3, rank=0.5, index_bits=4),
     "sparq-best": SparQ(read_tokens=9, rank=0.1, recent_frac=0.5, group="best"),
@@ -947,14 +951,14 @@ OTHER_SETTINGS = {
     "pyramid": SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", dense_layers=1),
     "adaptive": SnapKV(budget=0.5, window=3, heads="adaptive"),
     "keydiff-sinks": KeyDiff(kept_tokens=6, num_sinks=2, window=1, dense_layers=0),
-    "expected-adaptive": ExpectedAttention(kept_tokens=8, num_sinks=1, epsilon=0.02, heads="adaptive"),
+    "expected-adaptive": ExpectedAttention(kept_tokens=8, num_sinks=1, heads="adaptive"),
     "tova-last": TOVA(kept_tokens=6, protect_last=True, dense_layers=0),
     "tova-one": TOVA(kept_tokens=1),
     "rkv-share": RKV(budget=0.3, divide_length=5, window=1, mix_lambda=0.7, dense_layers=0),
     "random": RandomAttention(kept_tokens=None, budget=0.6, divide_length=4),
     "triattention": TriAttention(kept_tokens=None, budget=0.6, divide_length=5),
-    "twilight-all": Twilight(p=0.9, candidate_frac=None, index_bits=2, dense_layers=0),
-    "twilight-first": Twilight(p=0.5, candidate_frac=None, num_sinks=2, recent_frac=0.2, budget=0.4),
+    "twilight-all": Twilight(p=0.9, candidate_frac=1.0, page_size=3, index_bits=2, dense_layers=0),
+    "twilight-first": Twilight(p=0.5, candidate_frac=1.0, page_size=3, num_sinks=2, recent_frac=0.2, budget=0.4),
     "twilight-cap": Twilight(candidate_frac=0.7, page_size=2).with_budget(0.3),
     "vattention-cap": VAttention(num_sinks=1, seed=7, dense_layers=0).with_budget(0.4),
     "vattention-capped": VAttention(budget=0.5, num_sinks=0, base_frac=0.2, index_bits=None),
@@ -1127,12 +1131,10 @@ def test_channels_and_components_are_measured_on_the_calibration():
     query, key = (torch.randn(heads, 30, 16, generator=generator) for heads in (4, 2))
     key = key * torch.linspace(0.5, 3, 16) + 5
     geometry = Geometry(1, 4, 2, 16, 0.25, "llama")
-    score = DoubleSparsity().calibrate(query, key, geometry, [])
+    magnitude = DoubleSparsity().calibrate(query, key, geometry, [])["magnitude"]
     rotation = Loki().calibrate(query, key, geometry, [])["rotation"].double().numpy()
     for head in range(2):
         group, keys = query[2 * head : 2 * head + 2].double().numpy(), key[head].double().numpy()
-        scores = {"qk": np.abs(group * keys).mean((0, 1)), "q": np.abs(group).mean((0, 1)), "k": np.abs(keys).mean(0)}
-        for name, wanted in scores.items():
-            assert np.allclose(score[name][head], wanted, rtol=1e-5)
+        assert np.allclose(magnitude[head], np.abs(group * keys).mean((0, 1)), rtol=1e-5)
         variances = np.diag(rotation[head].T @ np.cov(keys.T) @ rotation[head])
         assert np.allclose(variances, np.linalg.eigvalsh(np.cov(keys.T))[::-1], rtol=1e-4)
