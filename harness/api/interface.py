@@ -296,7 +296,7 @@ class Model:
             if not todo.is_finished():
                 say(f"{todo.title}: running, {number} of {len(runs)}")
             try:
-                path = start(todo, self.resources, say=say)
+                path = start(todo, self.resources, tell=say)
             except UserError as error:
                 log.warning("%s: no row, %s", todo.title, error)
                 refusals.append(error)

@@ -17,13 +17,11 @@ prompt ends where the task's does. So log-likelihoods and texts are the same.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lm_eval.models
 import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
@@ -31,7 +29,7 @@ from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import model_registry
 
 from harness.api.interface import Model, held, load, refuse
-from harness.errors import STOPPED, UserError, exit_code, reason
+from harness.errors import STOPPED, UserError, exit_code
 from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
 from harness.run.runner import users_faults
@@ -101,7 +99,6 @@ class MethodLM(ReplayLM):
         for task, numbers in by_task.items():
             prefill = prefill_of(task, self.config, writes=request_type == "generate_until")
             of_task = ReplayLM(self.config, self.loaded, task, prefill)
-            of_task.max_length = self.max_length
             with users_faults(self.config):
                 found = getattr(of_task, request_type)([requests[number] for number in numbers])
             for number, answer in zip(numbers, found, strict=True):
@@ -157,7 +154,6 @@ class KVModel(MethodLM):
         device: lm-eval's `--device`: cpu or cuda, as `platform`. Its default, cuda:0, is the CPU
             where there is no CUDA device.
         dtype: as `model.dtype`; "auto" takes the platform's.
-        max_length: tokens of a context and its answer, at most; the model's without.
         batch_size, max_batch_size: play no part: replay makes batches that fit.
         trust_remote_code: as `model.trust_remote_code`.
         settings: of `harness.lm` (method, budget, ...), and of the model such as `model.gguf_file`.
@@ -172,7 +168,6 @@ class KVModel(MethodLM):
         *,
         device: str = DEFAULT_DEVICE,
         dtype: str = "auto",
-        max_length: int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         trust_remote_code: bool | str = False,
@@ -192,34 +187,18 @@ class KVModel(MethodLM):
             (of_model if is_models else of_method)[name] = value
         made = lm(load(str(pretrained), **of_model), **of_method)
         super().__init__(made.config, made.loaded)
-        if max_length is not None:
-            if not 2 <= max_length <= self.max_length:
-                allowed = f"a number of tokens from 2 to {self.max_length}"
-                raise UserError(f"max_length={max_length}: must be {allowed}")
-            self.max_length = max_length
 
 
 def main(argv: Sequence[str]) -> int:
     """Run lm-eval's command line; returns the exit code.
 
-    A refusal is one line and exit code 2, and so is a value that lm-eval refuses, such as a task's
-    name. SystemExit is that of argparse: of --help, or of an unknown option.
+    A refusal of this project is one line and exit code 2; those of lm-eval are its own. SystemExit
+    is that of argparse: of --help, or of an unknown option.
     """
     model_registry.register(NAME, target=KVModel)
     sys.argv = [f"{PROGRAM} lm-eval", *argv]
     try:
-        return exit_code(_evaluate)
+        return exit_code(cli_evaluate)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return STOPPED
-
-
-def _evaluate() -> None:
-    """lm-eval's command, with what its own code refuses as a UserError."""
-    try:
-        cli_evaluate()
-    except (ValueError, TypeError) as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if raised_in.is_relative_to(Path(lm_eval.models.__file__).parents[1]):
-            raise UserError(f"lm-eval refuses it ({reason(error)})") from error
-        raise

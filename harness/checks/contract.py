@@ -332,7 +332,7 @@ class Finding(NamedTuple):
     words: str
 
 
-def say(where: str, name: str, finding: Finding) -> None:
+def print_finding(where: str, name: str, finding: Finding) -> None:
     """Print how a check ended. where: the model, and the batch."""
     print(f"{finding.verdict:6} {where:13} {name}: {finding.words}", flush=True)
 
@@ -354,7 +354,7 @@ def run_contract(config: RunConfig) -> None:
         failed = []
         for name, check in checks.items():
             finding = Finding("-", refusal) if refusal else judge(check, trial)
-            say(where, name, finding)
+            print_finding(where, name, finding)
             if finding.verdict == "FAILED":
                 failed.append(name)
         if failed:

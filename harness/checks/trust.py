@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 
 from harness.checks import contract
-from harness.checks.contract import BrokenError, Finding, say
+from harness.checks.contract import BrokenError, Finding, print_finding
 from harness.checks.two_ways import Trial, largest_difference
 from harness.data.tasks import load_suite
 from harness.data.text import corpus_ids, windows_of
@@ -266,7 +266,7 @@ def run_trust(
         except (BrokenError, UserError) as error:
             finding = Finding("FAILED", str(error))
             failed.append(name)
-        say(loaded.name, name, finding)
+        print_finding(loaded.name, name, finding)
         verdict = "holds" if finding.verdict == "ok" else "FAILS"
         lines.append([name, verdict, finding.words])
     sheet = Sheet("Checks", pd.DataFrame(lines, columns=[LABEL.heading, "verdict", CLAIM.heading]))

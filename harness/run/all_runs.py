@@ -29,8 +29,8 @@ from tqdm import tqdm
 from harness.errors import UserError, describe, is_users
 from harness.files import HeldError, holding
 from harness.model.resources import Resources
-from harness.run import kinds, runner
-from harness.run.runner import Run, fail, is_held, relabel, require_devices
+from harness.run import runner
+from harness.run.runner import Run, fail, relabel, require_devices
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 
@@ -51,7 +51,7 @@ def groups(runs: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[
     run is alone."""
     found: dict[Any, list[T]] = {}
     for index, run in enumerate(runs):
-        process = kinds.process(config_of(run))
+        process = runner.process(config_of(run))
         found.setdefault(index if process is None else process, []).append(run)
     return list(found.values())
 
@@ -76,8 +76,7 @@ def run_all(configs: Sequence[RunConfig], resources: Resources | None = None) ->
         else:
             todo.append(run)
     for run in todo:
-        is_elsewhere = is_held(run.path)
-        why = f"{run.title}: another process is at it" if is_elsewhere else run.why_again()
+        why = run.why_again()
         if why:
             tqdm.write(why)
     num_finished = len(configs) - len(todo)
@@ -118,7 +117,7 @@ def run_all(configs: Sequence[RunConfig], resources: Resources | None = None) ->
 
 def _outcomes(group: Sequence[Run], resources: Resources) -> Iterator[Path | Exception]:
     """The record of each run of a group, or why there is none."""
-    if kinds.process(group[0].config) is not None:
+    if runner.process(group[0].config) is not None:
         yield from run_apart(group, resources)
     else:
         yield from (_outcome(run, resources) for run in group)
@@ -127,7 +126,7 @@ def _outcomes(group: Sequence[Run], resources: Resources) -> Iterator[Path | Exc
 def _outcome(run: Run, resources: Resources) -> Path | Exception:
     """A run's record, or its error; a bug shows its traceback."""
     try:
-        return runner.run(run, resources, waits=False)
+        return runner.run(run, resources, waits=False, tell=str)  # tells nothing
     except Exception as error:
         if not is_users(error) and not isinstance(error, HeldError):
             traceback.print_exc()
@@ -174,7 +173,7 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
 def why_it_died(run: Run, code: int | None) -> UserError:
     """The error of a run whose process ended with an exit code, negative for a signal."""
     killed = ", as systems do where memory runs out" if code == -signal.SIGKILL else ""
-    lower = kinds.to_lower(run.config)
+    lower = runner.to_lower(run.config)
     return UserError(f"its process ended (exit code {code}{killed}); lower {lower}")
 
 

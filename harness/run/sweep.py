@@ -1,5 +1,4 @@
-"""An experiment may be a sweep: many runs, in the `sweep:` of `conf/experiment/NAME.yaml` or of a
-file of one's own.
+"""An experiment may be a sweep: many runs, in the `sweep:` of `conf/experiment/NAME.yaml`.
 
     python run.py experiment=ablation results_dir=/tmp/results
     python run.py experiment=ablation sweep=null        # one run, with the file's other settings
@@ -40,10 +39,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from harness.errors import UserError, nearest
 from harness.model.load import shape_mapping
-from harness.run import kinds
+from harness.run import runner
 from harness.run.all_runs import counted, groups
-from harness.run.compose import compose, load, resolved
-from harness.run.parse import chosen_model
+from harness.run.compose import chosen_model, compose, load, resolved
 from harness.run.words import Values, values_of
 from harness.settings.config import RunConfig
 from harness.settings.kinds import find
@@ -195,7 +193,7 @@ def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]
         where_allowed = settings.pop("where_allowed", False)
         try:
             run = load(settings)
-            kinds.check(run)
+            runner.check(run)
         except UserError as error:
             if not where_allowed:
                 raise

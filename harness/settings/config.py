@@ -1,8 +1,8 @@
-"""The settings of a run: frozen dataclasses. `harness.run.parse` makes them from a command line.
+"""The settings of a run: frozen dataclasses. `harness.run.compose` makes them of a command line.
 
 What a setting means is its comment in `conf/config.yaml`, or in a file of its group. Types and
 ranges are the annotations, which `harness.settings.schema` checks; what settings must be together
-is in `harness.settings.rules`. Imports neither Hydra nor torch.
+is in `harness.settings.kinds`. Imports neither Hydra nor torch.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.run.compose import load
-from harness.run.kinds import digests_of
+from harness.run.runner import digests_of
 from methods.base import Geometry, Lengths, PromptRows, QueryRows, TokenCounts
 from methods.criticalkv import CriticalKV
 from methods.full import Full

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -88,18 +87,3 @@ def test_a_full_disk_names_the_file(tmp_path, capsys):
 
     assert exit_code(write) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}/file: No space left on device\n"
-
-
-def test_scratch_files_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path):
-    path, seen = tmp_path / "notes[1].json", []
-    for name in (path.name, "other.json"):  # of a killed run nothing else may ever be written
-        with files.replacing(tmp_path / name) as scratch:
-            seen.append(tmp_path / f"{scratch.name}{files.SCRATCH}")
-    living, old = tmp_path / f".{path.name}.0{files.SCRATCH}", time.time() - files.ABANDONED_S - 60
-    of_the_user = tmp_path / ".other.json.20261129"
-    for each in (*seen, living, of_the_user):
-        each.touch()
-    for each in (*seen, of_the_user):
-        os.utime(each, (old, old))
-    files.write_atomic(path, "new")
-    assert {*tmp_path.iterdir()} == {path, tmp_path / "other.json", living, of_the_user}

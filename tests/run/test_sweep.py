@@ -10,7 +10,7 @@ from harness.errors import STOPPED, UserError, describe
 from harness.results import record as records
 from harness.run import cli
 from harness.run.compose import load
-from harness.run.kinds import digests_of
+from harness.run.runner import digests_of
 from harness.run.sweep import Plan, read_plan
 from harness.run.words import values_of
 from harness.settings.schema import CONF_DIR

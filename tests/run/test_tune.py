@@ -20,8 +20,7 @@ from harness.run import cli, sweep
 from harness.run.compose import choices, compose, load
 from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
-from harness.settings.own_method import shipped
-from harness.settings.schema import options
+from harness.settings.schema import options, shipped
 from tests.methods.test_own_files import CODEC
 from tests.runs import letters, rows_at
 from tests.tokens import byte_tokenizer

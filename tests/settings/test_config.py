@@ -8,13 +8,11 @@ from omegaconf import OmegaConf
 
 from harness.errors import UserError
 from harness.results.record import flat
-from harness.run.compose import compose, load, resolved
-from harness.run.kinds import check
-from harness.run.parse import OF_THE_FILE, parse
+from harness.run.compose import OF_THE_FILE, compose, load, parse, resolved
+from harness.run.runner import check
 from harness.settings.config import RunConfig
 from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
-from harness.settings.own_method import shipped
-from harness.settings.schema import CONF_DIR, conf_file, options
+from harness.settings.schema import CONF_DIR, conf_file, options, shipped
 from harness.settings.task_config import PAPER_TASKS
 from methods.settings import settings_of
 
@@ -276,7 +274,7 @@ NUMBERS = {
     "platform.link_gbps": (0, -1, 1e-9, "inf"),
     "platform.weights_on_device": (0, 1.5, "inf"),
     "platform.host_gib": (0, -1, "inf"),
-    "method.alpha": (-1, "1e300", "-inf"),
+    "method.alpha": (-1, "-inf"),
     "method.budget": (0, 1.5, "inf"),
     "method.partial_weight_ratio": (0, 1.5, "inf"),
 }
