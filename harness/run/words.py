@@ -36,11 +36,14 @@ Values = Mapping[str, Any]
 
 
 def values_of(given: Iterable[str] | Values) -> dict[str, Any]:
-    """Settings, from words or from Python, as plain values. Raises UserError for a word that is
-    none, or a value that no setting can have."""
+    """Settings, from words or from Python, as JSON holds them. Raises UserError for a word that is
+    none."""
     if not isinstance(given, Mapping):
         given = dict(read(word) for word in given)
-    return {name: plain(value, name) for name, value in given.items()}
+    plain = {}
+    for name, value in given.items():
+        plain[name] = to_jsonable_python(value, fallback=lambda number: number.item())  # of NumPy
+    return plain
 
 
 def read(word: str) -> tuple[str, Any]:
@@ -110,15 +113,6 @@ def parsed(word: str) -> Override:
     if given.is_delete() or given.package is not None:
         raise UserError(f"{word}: must be NAME=VALUE")
     return given
-
-
-def plain(value: Any, name: str) -> Any:
-    """A value as JSON holds it. Raises UserError where no setting can have it."""
-    try:
-        return to_jsonable_python(value, fallback=lambda number: number.item())  # of NumPy
-    except Exception as error:
-        allowed = "must be a number, text, a path, a list or a mapping of these"
-        raise UserError(f"{name}: is of type {type(value).__name__}; {allowed}") from error
 
 
 def _name(given: Override) -> str:

@@ -121,9 +121,6 @@ def test_a_file_of_answers_is_refused(model, folder, tmp_path):
     [
         ({"num_samples": 3}, "num_samples=3: lm-eval decides it, by its own arguments; leave it out"),
         ({"metadata.max_seq_lengths": [5]}, "lm-eval decides it"),
-        ({"method": "h2"}, "method=h2: did you mean 'h2o'"),
-        ({"prefil": "dense"}, "unknown setting prefil: did you mean 'prefill"),
-        ({"enable_thinking": True}, "enable_thinking=true: needs think_end_token"),
     ],
 )
 def test_a_wrong_setting_is_one_line(settings, said, model):

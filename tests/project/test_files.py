@@ -2,7 +2,6 @@
 
 import errno
 import os
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -53,17 +52,6 @@ def test_the_settings_say_how_much_memory_there_is(monkeypatch):
         with files.stated_memory(1):
             assert files.available_memory() == 0
     assert files.available_memory() == 2**30
-
-
-def test_the_cache_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/c")
-    for name in ("KV_HARNESS_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    assert files.cache_dir() == Path("/c/.cache/kv-harness")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert files.cache_dir() == Path("/b/kv-harness")
-    monkeypatch.setenv("KV_HARNESS_CACHE", "/a")
-    assert files.cache_dir() == Path("/a")
 
 
 def test_a_write_that_fails_or_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):

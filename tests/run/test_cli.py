@@ -1,5 +1,6 @@
 """The command line, in-process: usage that must work, exit codes, a line for every failure, no litter."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from harness.errors import UserError
+from harness.model import calibration
 from harness.results.record import flat
 from harness.run.cli import main
 from harness.run.compose import compose, load, resolved
 from harness.run.words import read
-from tests.runs import outcome, refusal_of, tiny_loaded
+from tests.methods.test_own_files import SHORT
+from tests.runs import outcome, reading, refusal_of, tiny_loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,11 +152,6 @@ def test_text_is_text_and_no_other_settings_value(text, runs):
     assert (in_python.task.system_instruction, in_python.tasks) == (text, (text, "passkey"))
 
 
-def test_a_grid_without_a_method_is_refused(runs, capsys):
-    assert main(["experiment=long", "sweep.methods=null"]) == 2
-    assert capsys.readouterr().err.splitlines()[1].startswith("error: method=None: must be one name")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("experiment", ["perplexity", "latency", "generate"])
 def test_a_platform_that_is_not_here_is_refused_before_anything_else(experiment, runs, capsys):
@@ -207,12 +206,14 @@ def test_the_entry_point_refuses_in_one_line_with_and_without_the_environment(op
     assert said in done.stderr
 
 
-def test_a_first_run_of_tasks_says_what_it_does_before_it_does_it(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("harness.model.load.load_model", lambda config: tiny_loaded())
-    words = ["method=full", "experiment=tasks", "tasks=[passkey]", "num_samples=2", "metadata.num_sentences=0"]
-    assert main(words) == 0
-    first, second, third, *_ = capsys.readouterr().err.splitlines()
-    assert first == "tasks Full cache: loading model smollm2-135m"
-    assert second == "tasks=passkey: reading the questions and making their prompts"
-    assert third == "passkey: answering 8 requests"
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")])
+def test_a_full_cache_names_its_folder_and_what_moves_it(error, own_folder, monkeypatch, capsys):
+    def full(*_):
+        raise error
+
+    texts = reading(monkeypatch, own_folder, tiny_loaded())
+    monkeypatch.setattr(calibration, "save_file", full)
+    assert main(["method=infinigen", *texts, *SHORT]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the cache {own_folder}/cache cannot be written" in line
+    assert "No space left" in line and "KV_HARNESS_CACHE" in line

@@ -56,11 +56,6 @@ def test_a_users_experiment_keeps_its_settings_of_a_method(monkeypatch, tmp_path
     assert one.method_name == "h2o" and one.method.dense_layers == 2
 
 
-@pytest.mark.parametrize("label", ["alpha=1, 80 %", r"it's {a} [b]\'c\\", "null"])
-def test_words_may_hold_what_the_command_line_reads_as_syntax(label):
-    assert [config.label for config in made({"runs": [{"method": "full", "label": label}]})] == [label]
-
-
 SWEEP = {"settings": {"num_windows": 3}, "runs": [{"method": ["full", "h2o"]}, {"method": "int4", "seq_len": 2048}]}
 
 
