@@ -250,6 +250,11 @@ def _of_sources(config: RunConfig) -> Rules:
     for name, text in (("corpus", corpus), ("calibration", config.calibration)):
         yield f"{name}.path", is_random and text.path, reads_ids
         yield f"{name}.name", not is_random and text.name == "random", needs_ids
+    task = config.task
+    turns = "needs apply_chat_template=true, whose turns the examples are"
+    yield "fewshot_as_multiturn", task.fewshot_as_multiturn and not task.apply_chat_template, turns
+    ends = "needs think_end_token, which ends the thinking, such as </think>"
+    yield "enable_thinking", task.enable_thinking and task.think_end_token is None, ends
     no_source = model.gguf_file and not (model.hub_id or model.path)
     yield "model.gguf_file", no_source, "needs model.hub_id=, or model.path= of its folder"
 
@@ -364,7 +369,11 @@ def _of_perplexity(config: RunConfig) -> Rules:
 
 
 def _of_latency(config: RunConfig) -> Rules:
-    unrecorded = config.platform.graphs != "off" and config.latency.warmup_steps < RECORDING_STEPS
+    decoded, warmup_steps = config.latency.gen_len - 1, config.latency.warmup_steps
+    needed = warmup_steps + (config.latency.timed_steps or 1)
+    sums = f"has {decoded} decode steps; warmup_steps + timed_steps are {needed}"
+    yield "gen_len", needed > decoded, sums
+    unrecorded = config.platform.graphs != "off" and warmup_steps < RECORDING_STEPS
     recorded = f"must be at least {RECORDING_STEPS} with platform.graphs=auto, which records them"
     yield "warmup_steps", unrecorded, recorded
     if not config.latency.largest:

@@ -89,12 +89,6 @@ class TaskConfig:
     too_long: Literal["refuse", "truncate"] = "refuse"
 
     def __post_init__(self) -> None:
-        if self.fewshot_as_multiturn and not self.apply_chat_template:
-            template = "needs apply_chat_template=true, whose turns the examples are"
-            raise UserError(f"fewshot_as_multiturn=true: {template}")
-        if self.enable_thinking and self.think_end_token is None:
-            ends = "needs think_end_token, which ends the thinking, such as </think>"
-            raise UserError(f"enable_thinking=true: {ends}")
         _ = self.known
 
     @cached_property

@@ -15,7 +15,6 @@ from harness.model.attach import digest_of
 from harness.model.dense_prompts import DensePrompts
 from harness.results.record import read_all
 from harness.run.cli import main
-from tests.conftest import refused
 from tests.runs import calls_of
 from tests.tokens import byte_tokenizer
 
@@ -128,21 +127,6 @@ def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):
     assert main(["method=full", f"model.path={tmp_path / 'model'}", *words]) == 0
     assert "finished before, skipped" in capsys.readouterr().out
     assert len(list(read_all(tmp_path / "results"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("act", "said"),
-    [
-        (lambda model: harness.load("smollm2"), "^model=smollm2: did you mean 'smollm2-135m'"),
-        (lambda model: model.perplexity("none.txt"), "corpus.path=none.txt: no such file"),
-        (lambda model: model.generate(PROMPT, method="oracle"), "true scores"),
-        (lambda model: model.tasks(["no_such_task"]), "no_such_task"),
-        (lambda model: harness.attach(model, method="full", alpha=3).__enter__(), "alpha"),
-    ],
-)
-def test_what_is_wrong_is_one_line(model, act, said):
-    with refused(said):
-        act(model)
 
 
 # Values of any kind: each is refused in one line that names the argument

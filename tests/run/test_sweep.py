@@ -77,11 +77,8 @@ def test_a_method_limits_a_grid_of_methods_to_itself():
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
-        ({}, "sweep.runs: must be a list"),
-        ({"runs": ["method"]}, "sweep.runs=method: must be a group of settings"),
-        ({"experiments": ["acuracy"]}, "sweep.experiments=acuracy: did you mean 'accuracy'"),
+        ({"experiments": ["acuracy"]}, "experiment=acuracy: did you mean 'accuracy'"),
         *(({"runs": [{}], "share": share}, f"sweep.share={share}: must be K/N") for share in ("9/8", "0/2", "2")),
-        ({"settings": [1], "runs": [{"method": "full"}]}, "sweep.settings=.* must be a group of settings"),
         ({"runs": [{"seq_len prefill_len": [512, 64]}]}, "seq_len prefill_len needs a list of lists of 2 values"),
         ({"runs": [{"method": "full"}, {"num_windows": 0}]}, "num_windows=0: must be at least 1"),
     ],
@@ -151,15 +148,12 @@ def test_a_sweep_may_consist_of_sweeps(library):
         assert [config.method_name for config in plan.runs] == ["oracle", "infinigen", "full", "h2o"]
         assert plan.runs[1].method.alpha == alpha and {config.seed for config in plan.runs} == {3}
         assert [config.num_windows for config in plan.runs[2:]] == [2, 2]
-    library("snake", "experiments: [snake]")
-    with pytest.raises(UserError, match="sweep.experiments=snake: contains itself"):
-        read("experiment=snake")
 
 
 NEEDY = """
 settings: {experiment: fig11, tasks: [passkey]}
 runs:
-  - when: ${sweep.data_root}
+  - when: data_root
     method: [full, h2o]
   - method: int4
     experiment: fig12
@@ -176,10 +170,6 @@ def test_an_entry_without_what_it_needs_is_left_out(library, runs, capsys, tmp_p
     assert plan.gaps() == [gap]
     given = read("experiment=outer", "sweep.data_root=DIR")
     assert [config.method_name for config in given.runs] == ["full", "h2o", "int4"] and not given.gaps()
-    library("elsewhere", "runs: ${sweep.mine}\nmine: [{when: null, seed: 3}, {method: [full, h2o]}]")
-    plan = read("experiment=elsewhere")
-    assert [config.method_name for config in plan.runs] == ["full", "h2o"]
-    assert plan.gaps() == ["left out, as when is not given: runs of perplexity (1)"]
     assert main(["experiment=outer"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[-1] == gap and lines.count(gap) == 2
