@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from harness.api.interface import Model, held
+from harness.api.interface import Model, load
 from harness.decode.session import LiveSession
 from harness.decode.weights import streamed_weights
 from harness.errors import UserError
@@ -99,7 +99,7 @@ def attach(
     require_count("max_new_tokens", max_new_tokens)
     if prefill_len is not None:
         require_count("prefill_len", prefill_len)
-    used = held(model, tokenizer)
+    used = load(model, tokenizer)
     own = {"experiment": "generate", "prompt": "-", "method": method, "budget": budget}
     config = used.configured(own, settings)
     loaded, platform = used.loaded, config.platform

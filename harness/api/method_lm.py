@@ -28,7 +28,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import model_registry
 
-from harness.api.interface import Model, held, load, refuse
+from harness.api.interface import Model, load, refuse
 from harness.errors import STOPPED, UserError, exit_code
 from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
@@ -141,7 +141,7 @@ def lm(
         lm-eval's own.
     """
     refuse(settings, OF_LM_EVAL, "lm-eval decides it, by its own arguments")
-    used = held(model, tokenizer)
+    used = load(model, tokenizer)
     own = {"experiment": "tasks", "method": method, "budget": budget}
     return MethodLM(used.configured(own, settings), used.loaded)
 

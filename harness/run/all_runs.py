@@ -30,7 +30,7 @@ from harness.errors import UserError, describe, is_users
 from harness.files import HeldError, holding
 from harness.model.resources import Resources
 from harness.run import runner
-from harness.run.runner import Run, fail, relabel, require_devices
+from harness.run.runner import Run, relabel, require_devices
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 
@@ -107,9 +107,6 @@ def run_all(configs: Sequence[RunConfig], resources: Resources | None = None) ->
                     pass
             todo = held
 
-    if len(failures) > 1:
-        for failure in failures:
-            tqdm.write(f"failed: {failure}")
     if failures:
         num_failed = f"{len(failures)} of {len(configs)} runs failed"
         raise UserError(f"{num_failed}; the first, {failures[0]}")
@@ -159,7 +156,6 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
                 except (EOFError, OSError):
                     child.join(STOP_S)
                     outcome = why_it_died(run, child.exitcode)
-                    fail(run, outcome)
                 yield outcome
                 if isinstance(outcome, RuntimeError):  # a bug of CUDA spoils its process
                     break

@@ -196,10 +196,6 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
         raise UserError(f"experiment={name}: {made_of}")
     kind = kinds.find(composed["kind"])
     settings = {name: value for name, value in composed.items() if name not in NO_SETTINGS}
-    for name in GROUPS:
-        if name not in AT_TOP and not isinstance(settings[name], Mapping):
-            value = settings[name]
-            raise UserError(f"{name}={value}: must be a group of settings")
     settings |= _grouped(settings, composed["kind"])
     settings["platform"] = _platform(settings["platform"])
     settings["model"] = _model(settings["model"], settings["platform"], given)

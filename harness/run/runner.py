@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 
 from harness.data.text import named_text
 from harness.errors import UserError, describe, printable
-from harness.files import HeldError, holding, stated_memory, text_sha256
+from harness.files import holding, stated_memory, text_sha256
 from harness.model.resources import Resources
 from harness.results import environment, inputs
 from harness.results import record as records
@@ -137,14 +137,6 @@ def _skip(todo: Run, tell: Callable[[str], object]) -> Path:
     _warn_of_budgets(todo, records.read_record(todo.path)["metrics"])
     tell(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
     return todo.path
-
-
-def fail(todo: Run, error: Exception) -> None:
-    """Record why a run failed whose process died, unless another process has taken it up."""
-    with suppress(HeldError), holding(todo.path.parent, wait=False):
-        if not todo.is_finished():
-            failure = {"status": "failed", "error": describe(error)}
-            records.write_record(todo.path, _unfinished(todo) | failure)
 
 
 def relabel(finished: Run) -> None:

@@ -47,8 +47,6 @@ from harness.settings.config import RunConfig
 from harness.settings.paths import CONF_DIR
 from harness.settings.systems import OF_EVERY_METHOD
 
-KEYWORDS = {"settings", "runs", "experiments", "share"}
-"""What every sweep may have; any other key is a setting of the sweep's own."""
 TUNED = CONF_DIR / "tuned.yaml"
 
 
@@ -187,7 +185,8 @@ def _read(plan: Plan, config: DictConfig, given: Values, experiment: str) -> Non
 
     for name in sweep.get("experiments") or ():
         part = compose({**given, "experiment": name})
-        for key in sweep.keys() & part.sweep.keys() - KEYWORDS:
+        own = sweep.keys() - {"settings", "runs", "experiments", "share"}
+        for key in own & part.sweep.keys():
             part.sweep[key] = sweep[key]
         _read(plan, part, given, name)
 

@@ -96,9 +96,6 @@ def _jobs(words: Iterable[str]) -> list[dict[str, Any]]:
         if not isinstance(given.value(), Sweep):
             axes.append([(name, given.value())])
             continue
-        if name == "label":
-            again = "names the same run several times; a sweep over systems is system="
-            raise UserError(f"{word}: {again}")
         axes.append([read(f"{name}={value}") for value in given.sweep_string_iterator()])
     return [values_of(dict(combination)) for combination in itertools.product(*axes)]
 

@@ -73,8 +73,6 @@ def _items(value: Any) -> Any:
 def _path(text: str) -> str:
     if not text:
         raise ValueError("is empty; must be a path, such as . for the present folder")
-    if "\0" in text:
-        raise ValueError("no file can have such a name")
     return os.path.expanduser(text)
 
 
@@ -180,11 +178,6 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def joined(where: str, name: str) -> str:
-    """A setting as the user writes it."""
-    return name if not where or where in AT_TOP else f"{where}.{name}"
-
-
 def _in_words(error: ValidationError, cls: Any, where: str) -> str:
     """The first refusal of pydantic in one line."""
     first = error.errors()[0]
@@ -195,7 +188,8 @@ def _in_words(error: ValidationError, cls: Any, where: str) -> str:
     for part in names:
         if not dataclasses.is_dataclass(owner):
             break  # the rest names a type of a union
-        name, group, owner = joined(name, part), owner, get_type_hints(owner).get(part)
+        name = part if not name or name in AT_TOP else f"{name}.{part}"  # as the user writes it
+        group, owner = owner, get_type_hints(owner).get(part)
     if kind == "unexpected_keyword_argument":
         known = [field.name for field in dataclasses.fields(group)]
         return f"unknown setting {name}: {nearest(names[-1], known)}"

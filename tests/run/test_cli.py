@@ -101,7 +101,6 @@ REFUSED = {
     "method='full\n'": "method=full\\n: did you mean 'full'",
     "method=null": "method=None: must be one name; allowed: adakv, ",
     "method=full,h2o": "method=full,h2o: is a sweep, which needs -m before it: -m method=full,h2o",
-    "-m label=a,b": "label=a,b: names the same run several times; a sweep over systems is system=",
     "sweep=false": "sweep=False: must be a group of settings, or null for one run",
     "sweep.share=1/2": "sweep.share=1/2: needs an experiment that is many runs",
     "experiment=./nothing.yaml": "experiment=./nothing.yaml: allowed: ablation",
