@@ -88,7 +88,11 @@ def run_all(configs: Sequence[RunConfig], resources: Resources | None = None) ->
         while todo:
             held: list[Run] = []
             for group in groups(todo, lambda run: run.config):
-                outcomes = _outcomes(group, resources)
+                outcomes: Iterator[Path | Exception]
+                if runner.process(group[0].config) is None:
+                    outcomes = (_outcome(run, resources) for run in group)
+                else:
+                    outcomes = run_apart(group, resources)
                 for run in group:
                     progress.set_description(run.title, refresh=sys.stderr.isatty())
                     outcome = next(outcomes)
@@ -110,14 +114,6 @@ def run_all(configs: Sequence[RunConfig], resources: Resources | None = None) ->
     if failures:
         num_failed = f"{len(failures)} of {len(configs)} runs failed"
         raise UserError(f"{num_failed}; the first, {failures[0]}")
-
-
-def _outcomes(group: Sequence[Run], resources: Resources) -> Iterator[Path | Exception]:
-    """The record of each run of a group, or why there is none."""
-    if runner.process(group[0].config) is not None:
-        yield from run_apart(group, resources)
-    else:
-        yield from (_outcome(run, resources) for run in group)
 
 
 def _outcome(run: Run, resources: Resources) -> Path | Exception:
@@ -155,7 +151,9 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
                     outcome = pipe.recv()
                 except (EOFError, OSError):
                     child.join(STOP_S)
-                    outcome = why_it_died(run, child.exitcode)
+                    lower = runner.to_lower(run.config)  # its memory may have run out
+                    why = f"its process ended (exit code {child.exitcode}); lower {lower}"
+                    outcome = UserError(why)
                 yield outcome
                 if isinstance(outcome, RuntimeError):  # a bug of CUDA spoils its process
                     break
@@ -164,13 +162,6 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
                 child.kill()
                 child.join()
             pipe.close()
-
-
-def why_it_died(run: Run, code: int | None) -> UserError:
-    """The error of a run whose process ended with an exit code, negative for a signal."""
-    killed = ", as systems do where memory runs out" if code == -signal.SIGKILL else ""
-    lower = runner.to_lower(run.config)
-    return UserError(f"its process ended (exit code {code}{killed}); lower {lower}")
 
 
 def _child(pipe: Connection) -> None:

@@ -232,17 +232,12 @@ def parse(composed: Mapping[str, Any], given: Collection[str] = ()) -> RunConfig
         chosen = f"a system is chosen by system=NAME, and this run is {made_label}"
         raise UserError(f"label={config.label}: names a system; {chosen}")
     if method_name == FULL and made_label not in systems.LABELS:
-        config, made_label = _named(config, made_label)
+        for name, of_format in formats().items():  # with its codec, a run has its name
+            if codec_words(**_codec_of(of_format)) == config.codec_name:
+                config = replace(config, method_name=name)
+                made_label = _label(config, of_format)
+                break
     return config if config.label else replace(config, label=made_label)
-
-
-def _named(config: RunConfig, label: str) -> tuple[RunConfig, str]:
-    """A run of the full cache and its label; with the codec of a named format, under that name."""
-    for name, file in formats().items():
-        if codec_words(**_codec_of(file)) == config.codec_name:
-            config = replace(config, method_name=name)
-            return config, _label(config, file)
-    return config, label
 
 
 def _codec_of(file: Mapping[str, Any]) -> dict[str, Any]:

@@ -281,75 +281,49 @@ def users_faults(config: RunConfig) -> Iterator[None]:
 
 
 def measure(config: RunConfig, resources: Resources) -> Outcome:
-    """What a run measures, or prints. resources: what the runs of this process share."""
-    return MEASURED[config.kind](config, resources)
+    """What a run measures; nothing where it only prints. resources: what the runs of this process
+    share."""
+    match config.kind:
+        case "perplexity":
+            from harness.scoring.perplexity import run_perplexity
 
+            return run_perplexity(config, resources.model(config.model), resources.references)
+        case "tasks":
+            from harness.scoring.evaluation import run_tasks, run_turns
 
-def _perplexity(config: RunConfig, resources: Resources) -> Outcome:
-    from harness.scoring.perplexity import run_perplexity
+            if not resources.has_model(config.model):
+                say(f"{config.experiment} {config.label}: loading model {config.model.name}")
+            score = run_turns if config.prefill == "both" else run_tasks
+            return score(config, resources.model(config.model))
+        case "latency":
+            from harness.speed.latency import run_latency
 
-    return run_perplexity(config, resources.model(config.model), resources.references)
+            return run_latency(config, resources.model(config.model), resources.prompts)
+        case "analysis":
+            from harness.paper.analysis import run_analysis, run_memory
 
+            if config.analysis.statistic == "memory":
+                return run_memory(config)
+            return run_analysis(config, resources.model(config.model))
+        case "generate":
+            from harness.speed.generate import run_generate
 
-def _tasks(config: RunConfig, resources: Resources) -> Outcome:
-    from harness.scoring.evaluation import run_tasks, run_turns
+            write = partial(print, end="", flush=True)
+            made = run_generate(config, resources.model(config.model), write)
+            print(f"\n\n{made.summary()}")
+        case "contract":
+            from harness.checks.contract import run_contract
+            from harness.checks.trust import run_trust
+            from harness.run.compose import load
 
-    if not resources.has_model(config.model):
-        say(f"{config.experiment} {config.label}: loading model {config.model.name}")
-    score = run_turns if config.prefill == "both" else run_tasks
-    return score(config, resources.model(config.model))
+            run_contract(config)
+            if config.thorough:
+                run_trust(config, resources.model(config.model), load)
+        case "advise":
+            from harness.run.advise import advise
 
-
-def _latency(config: RunConfig, resources: Resources) -> Outcome:
-    from harness.speed.latency import run_latency
-
-    return run_latency(config, resources.model(config.model), resources.prompts)
-
-
-def _generate(config: RunConfig, resources: Resources) -> Outcome:
-    from harness.speed.generate import run_generate
-
-    write = partial(print, end="", flush=True)
-    made = run_generate(config, resources.model(config.model), write)
-    print(f"\n\n{made.summary()}")
+            print(advise(config))
     return Outcome({})
-
-
-def _analysis(config: RunConfig, resources: Resources) -> Outcome:
-    from harness.paper.analysis import run_analysis, run_memory
-
-    if config.analysis.statistic == "memory":
-        return run_memory(config)
-    return run_analysis(config, resources.model(config.model))
-
-
-def _contract(config: RunConfig, resources: Resources) -> Outcome:
-    from harness.checks.contract import run_contract
-    from harness.checks.trust import run_trust
-    from harness.run.compose import load
-
-    run_contract(config)
-    if config.thorough:
-        run_trust(config, resources.model(config.model), load)
-    return Outcome({})
-
-
-def _advise(config: RunConfig, resources: Resources) -> Outcome:
-    from harness.run.advise import advise
-
-    print(advise(config))
-    return Outcome({})
-
-
-MEASURED: dict[str, Callable[[RunConfig, Resources], Outcome]] = {
-    "perplexity": _perplexity,
-    "tasks": _tasks,
-    "latency": _latency,
-    "generate": _generate,
-    "analysis": _analysis,
-    "contract": _contract,
-    "advise": _advise,
-}
 
 
 def check(config: RunConfig) -> None:

@@ -148,9 +148,8 @@ def _read(plan: Plan, config: DictConfig, given: Values, experiment: str) -> Non
     sweep: Any = resolved(config)["sweep"]
 
     # Its runs are of this experiment, if it is more than a list of runs of others.
-    settings_of_all = dict(sweep.get("settings") or {})
-    if config.get("kind") is not None and experiment:
-        settings_of_all = {"experiment": experiment, **settings_of_all}
+    own = experiment if config.get("kind") is not None and experiment else "perplexity"
+    settings_of_all = {"experiment": own, **(sweep.get("settings") or {})}
 
     combinations: list[dict[str, Any]] = []
     for entry in sweep.get("runs") or ():
@@ -160,8 +159,8 @@ def _read(plan: Plan, config: DictConfig, given: Values, experiment: str) -> Non
             if needed is None or sweep[needed] is not None:
                 combinations.append(combination)
             else:
-                of_experiment = _experiment_of({**settings_of_all, **combination})
-                plan.left_out.append((of_experiment, f"sweep.{needed} is not given"))
+                of_run = settings_of_all | combination
+                plan.left_out.append((of_run["experiment"], f"sweep.{needed} is not given"))
     if "method" in given:
         combinations = _of_method(combinations, str(given["method"]))
     for key, value in given.items():
@@ -178,21 +177,17 @@ def _read(plan: Plan, config: DictConfig, given: Values, experiment: str) -> Non
         except UserError as error:
             if not where_allowed:
                 raise
-            plan.left_out.append((_experiment_of(settings), str(error).rstrip(".")))
+            plan.left_out.append((settings["experiment"], str(error).rstrip(".")))
             continue
         if run not in plan.runs:
             plan.runs.append(run)
 
     for name in sweep.get("experiments") or ():
         part = compose({**given, "experiment": name})
-        own = sweep.keys() - {"settings", "runs", "experiments", "share"}
-        for key in own & part.sweep.keys():
+        of_sweep = sweep.keys() - {"settings", "runs", "experiments", "share"}
+        for key in of_sweep & part.sweep.keys():
             part.sweep[key] = sweep[key]
         _read(plan, part, given, name)
-
-
-def _experiment_of(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("experiment", "perplexity"))
 
 
 def _of_method(combinations: list[dict[str, Any]], method: str) -> list[dict[str, Any]]:

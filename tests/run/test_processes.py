@@ -170,10 +170,3 @@ def test_a_child_ends_with_its_parent(monkeypatch, tmp_path):
     while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < until, "it goes on without its parent"
         time.sleep(0.1)
-
-
-def test_a_process_that_memory_ended_is_said_so():
-    timed = Run.of(load(["experiment=latency"]))
-    said = str(all_runs.why_it_died(timed, -signal.SIGKILL))
-    assert said.startswith("its process ended (exit code -9, as systems do where memory runs out); lower batch_size")
-    assert "(exit code -11);" in str(all_runs.why_it_died(timed, -signal.SIGSEGV))
