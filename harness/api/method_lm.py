@@ -17,11 +17,13 @@ prompt ends where the task's does. So log-likelihoods and texts are the same.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lm_eval.models
 import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
@@ -29,7 +31,7 @@ from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import model_registry
 
 from harness.api.interface import Model, load, refuse
-from harness.errors import STOPPED, UserError, exit_code
+from harness.errors import STOPPED, UserError, exit_code, reason
 from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
 from harness.run.runner import users_faults
@@ -192,13 +194,24 @@ class KVModel(MethodLM):
 def main(argv: Sequence[str]) -> int:
     """Run lm-eval's command line; returns the exit code.
 
-    A refusal of this project is one line and exit code 2; those of lm-eval are its own. SystemExit
-    is that of argparse: of --help, or of an unknown option.
+    A refusal is one line and exit code 2, and so is a value that lm-eval refuses, such as a task's
+    name. SystemExit is that of argparse: of --help, or of an unknown option.
     """
     model_registry.register(NAME, target=KVModel)
     sys.argv = [f"{PROGRAM} lm-eval", *argv]
     try:
-        return exit_code(cli_evaluate)
+        return exit_code(_evaluate)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return STOPPED
+
+
+def _evaluate() -> None:
+    """lm-eval's command, with what its own code refuses as a UserError."""
+    try:
+        cli_evaluate()
+    except (ValueError, TypeError) as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if raised_in.is_relative_to(Path(lm_eval.models.__file__).parents[1]):
+            raise UserError(f"lm-eval refuses it ({reason(error)})") from error
+        raise

@@ -150,6 +150,7 @@ def test_the_command_line_has_the_same_numbers_and_lm_evals_options(checkpoint, 
 
 
 REFUSED = {
+    "method=h2o": "missing 1 required positional argument: 'pretrained'",
     "pretrained=smollm2": "model=smollm2: did you mean 'smollm2-135m'",
     "pretrained=MODEL,trust_remote_code=no": "model.trust_remote_code=no: must be true or false",
     "pretrained=MODEL,apply_chat_template=no": "apply_chat_template='no': lm-eval decides it",
@@ -188,6 +189,11 @@ def test_a_tokenizer_beside_a_model_that_has_one_is_refused(model):
             pass
     with pytest.raises(UserError, match="tokenizer=gpt2: the model has its own"):
         harness.load("smollm2-135m", "gpt2")
+
+
+def test_what_lm_eval_refuses_is_one_line(checkpoint, folder, capfd):
+    assert evaluate(folder, f"pretrained={checkpoint},method=full,prefill=dense", "--tasks", "nothing") == 2
+    assert "error: lm-eval refuses it (ValueError: Tasks not found: nothing" in capfd.readouterr().err
 
 
 # A task's own files
