@@ -337,7 +337,7 @@ def _of_kinds(config: RunConfig) -> Rules:
     if kind == "generate":
         yield "prompt", not config.prompt, "experiment=generate needs a text to go on from"
     if kind == "tasks":
-        no_text = "kind=tasks reads text, and random weights random token ids"
+        no_text = "kind=tasks reads text, and random weights read random token ids"
         yield "model.weights", config.model.weights == "random", no_text
         is_cut = config.prefill == "both" and config.task.too_long == "truncate"
         yield "too_long", is_cut, "prefill=both would cut a context differently for each question"

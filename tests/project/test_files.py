@@ -1,4 +1,4 @@
-"""Files and memory: digests, the cache folder, replacing in one step."""
+"""Files and memory: limits, and replacing a file in one step."""
 
 import errno
 import os
