@@ -1,6 +1,6 @@
 # Every target makes .venv and installs the locked packages by itself: once, and again when a lock changes.
 #   make accuracy MODEL=llama2-7b DATA=hub      the paper's settings for one model
-#   make accuracy ARGS="results_dir=/tmp/r"     further settings, passed on as they are
+#   make accuracy RESULTS=/tmp/r ARGS="seed=3"  another folder; further settings, passed on as they are
 #   make speedup PLATFORM=cuda MODEL=opt-13b WEIGHTS=random      the paper's shapes on a GPU
 #   make paper DATA_ROOT=DIR                    all figures and tables on the default model, in under 48 minutes
 #   make paper MODEL=opt-6.7b PLATFORM=cuda DATA=hub             the same with the paper's parameters, on one GPU
@@ -71,11 +71,12 @@ test: $(STAMP)  ## run the tests
 wheel-check: $(STAMP)  ## install the wheel into a fresh environment, run README's lines there, in two minutes
 	$(PY) -m tests.installed
 
-accuracy: $(STAMP)  ## the accuracy half, its tables and figures (MODEL=, DATA=, PLATFORM=, ARGS=)
-	$(PY) run.py experiment=$(ACCURACY) model=$(MODEL) platform=$(PLATFORM) data=$(DATA) $(ARGS)
+accuracy: $(STAMP)  ## the accuracy half, its tables and figures (MODEL=, DATA=, PLATFORM=, RESULTS=, ARGS=)
+	$(PY) run.py experiment=$(ACCURACY) model=$(MODEL) platform=$(PLATFORM) data=$(DATA) results_dir=$(RESULTS) $(ARGS)
 
-speedup: $(STAMP)  ## the speed half, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, ARGS=)
-	$(PY) run.py experiment=$(SPEEDUP) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) $(ARGS)
+speedup: $(STAMP)  ## the speed half, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, RESULTS=, ARGS=)
+	$(PY) run.py experiment=$(SPEEDUP) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) results_dir=$(RESULTS) \
+		$(ARGS)
 
 run: $(STAMP)  ## any experiment of conf/experiment, all of its runs (E=disk, MODEL=, DATA_ROOT=, RESULTS=, ARGS=)
 	$(PY) run.py experiment=$(E) model=$(MODEL) results_dir=$(RESULTS) $(if $(DATA_ROOT),sweep.data_root=$(DATA_ROOT)) $(ARGS)

@@ -16,8 +16,7 @@ import re
 from pathlib import Path
 
 from harness.files import write_atomic
-from harness.settings.own_method import shipped
-from harness.settings.schema import options
+from harness.settings.schema import options, shipped
 from methods.base import Method
 from methods.selection import ChoosingBy, Selecting, SelectingBy
 from methods.settings import settings_of

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 SETTLED_S = 2.0
 """A file that changed so recently may change again within a tick of its file system's clock."""
-SCRATCH = ".kv-scratch"
-"""How the names of scratch files end."""
-ABANDONED_S = 3600.0
-"""A scratch file that nobody has written to for so long was left by a killed process."""
 
 
 class HeldError(Exception):
@@ -46,15 +42,10 @@ def cache_dir() -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """A scratch file beside `path` that takes its place in one step, if the block ends well.
 
-    A reader sees the old file or the new one. Scratch files of killed processes in that folder are
-    removed, whatever file they were for. Raises OSError if the folder cannot be written.
+    A reader sees the old file or the new one. Raises OSError if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for other in path.parent.glob(f".*{SCRATCH}"):
-        with contextlib.suppress(OSError):  # another process removes it as well
-            if time.time() - other.stat().st_mtime > ABANDONED_S:
-                other.unlink()
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}{SCRATCH}")
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     # Readable by whom the user's umask says; tempfile's are the owner's alone.
     os.close(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.replay.setup import codec_of
 from harness.run.compose import load
-from harness.settings import own_method
+from harness.settings import schema
 from harness.settings.schema import options
 from methods.base import Method, Selection
 from methods.capkv import CapKV
@@ -62,7 +62,7 @@ from tests.tiny_models import tiny_ids
 
 def preset(name: str, **changes: object) -> Method:
     """`conf/method/<name>.yaml` with other settings."""
-    cls, settings = own_method.shipped(name)
+    cls, settings = schema.shipped(name)
     own = {field.name: settings[field.name] for field in fields(cls)}
     return cls(**own | changes)
 

@@ -17,7 +17,7 @@ def die(pipe: Any) -> None:
 def linger(pipe: Any) -> None:
     """Tell of each run the process; with one that is long, go on for an hour."""
 
-    def run(todo: Any, resources: Any, waits: bool) -> Any:
+    def run(todo: Any, resources: Any, **_: Any) -> Any:
         if todo == "long":
             time.sleep(3600)
         return os.getpid()

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from harness.api.interface import Model, held
+from harness.api.interface import Model, load
 from harness.decode.session import LiveSession
 from harness.decode.weights import streamed_weights
 from harness.errors import UserError
@@ -99,7 +99,7 @@ def attach(
     require_count("max_new_tokens", max_new_tokens)
     if prefill_len is not None:
         require_count("prefill_len", prefill_len)
-    used = held(model, tokenizer)
+    used = load(model, tokenizer)
     own = {"experiment": "generate", "prompt": "-", "method": method, "budget": budget}
     config = used.configured(own, settings)
     loaded, platform = used.loaded, config.platform
@@ -379,15 +379,11 @@ class CachedModel:
         rows before the last ran densely, and are no method's."""
         real = torch.ones_like(ids) if mask is None else mask.to(ids.device)
         real = real.bool()
-        if real.shape != ids.shape or not bool(real.any(-1).all()):
+        is_left = real.shape == ids.shape and bool(real[:, -1].all())
+        if not is_left or bool((real.long().diff() < 0).any()):
             raise UserError(
                 f"attention_mask: of shape {tuple(real.shape)}; allowed: that of input_ids, "
-                f"{tuple(ids.shape)}, with at least one 1 in each row"
-            )
-        if not bool(real[:, -1].all()) or bool((real.long().diff() < 0).any()):
-            raise UserError(
-                "attention_mask: the padding of a live batch lies on the left; set "
-                "padding_side='left'"
+                f"{tuple(ids.shape)}, with all padding on the left (padding_side='left')"
             )
         first = int(real.any(0).long().argmax())  # the columns before it are padding alone
         lengths = real.sum(-1).tolist()
@@ -446,8 +442,9 @@ class CachedModel:
         """Score a text by replay. Returns logits [1, rows, vocab], NaN in the rows before the
         prompt's last, which ran densely, and the loss of `labels`.
 
-        T is the tokens of the text. Without labels the token that its last row predicts is one of
-        them, though it is not given: lm-eval's `HFLM` leaves it out.
+        Labels of the prompt's tokens must be -100; else the loss is NaN. T is the tokens of the
+        text. Without labels the token that its last row predicts is one of them, though it is not
+        given: lm-eval's `HFLM` leaves it out.
         """
         batch, num_rows = ids.shape
         prompt = self.prefill_len
@@ -493,11 +490,6 @@ class CachedModel:
         loss = model.loss_function(
             logits=logits, labels=labels.to(logits.device), vocab_size=logits.shape[-1]
         )
-        if loss.isnan():
-            raise UserError(
-                f"labels: the tokens of the prompt (prefill_len={prompt}) are not predicted by the "
-                "method; set their labels to -100"
-            )
         return logits, loss
 
     def setup_at(self, lengths: list[tuple[int, int]]) -> Setup:
@@ -505,7 +497,7 @@ class CachedModel:
         if self.budget is None:
             return self.setup
         key = tuple(sorted(lengths))
-        if key not in self._setups:
+        if key not in self._setups:  # a search may take seconds
             rows = []
             for prompt, final in lengths:
                 for cached in range(prompt, max(prompt + 1, final - 1)):
@@ -541,7 +533,7 @@ def checked_ids(ids: Any) -> Tensor:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() != 2 or not ids.numel():
         found = short(ids)
         if isinstance(ids, Tensor):
-            found = f"{str(ids.dtype).removeprefix('torch.')} of shape {tuple(ids.shape)}"
+            found = f"{ids.dtype} of shape {tuple(ids.shape)}"
         raise UserError(f"input_ids: {found}; allowed: a tensor of token ids, int [batch, tokens]")
     return ids
 

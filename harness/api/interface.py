@@ -49,7 +49,7 @@ OF_A_CALL = ("method", "budget", "experiment", "prompt", "tasks")
 
 
 def load(
-    model: str | Path | PreTrainedModel,
+    model: str | Path | PreTrainedModel | Model,
     tokenizer: PreTrainedTokenizerBase | None = None,
     **settings: Any,
 ) -> Model:
@@ -57,7 +57,7 @@ def load(
 
     Args:
         model: an entry of `conf/model`, a folder, a GGUF file, an id of the hub, or a loaded
-        transformers model. tokenizer: of a loaded model.
+        transformers model; what this returned stays as it is. tokenizer: of a transformers model.
         settings: as on the command line, such as platform="cuda", `**{"model.dtype": "bfloat16"}`.
             They hold for every measurement of this model.
 
@@ -69,10 +69,10 @@ def load(
 
     if isinstance(model, PreTrainedModel):
         return Model(Resources(loaded=from_memory(model, tokenizer)), settings)
-    _require_no_tokenizer(tokenizer)
-    if not isinstance(model, str | Path):
-        allowed = "a name, a folder, a GGUF file, an id of the hub, or a loaded transformers model"
-        raise UserError(f"model={type(model).__name__}: no model; allowed: {allowed}")
+    if tokenizer is not None:
+        raise UserError(f"tokenizer={tokenizer}: the model has its own; leave it out")
+    if isinstance(model, Model) and not settings:
+        return model
     name, value = source_of_model(str(model)) or ("model", str(model))
     chosen = Model(Resources(), with_given({name: value}, settings))
     config = chosen.configured({}, {})
@@ -81,20 +81,6 @@ def load(
         loaded = chosen.resources.model(config.model)
         loaded.as_loaded = digest_of(loaded.model)
     return chosen
-
-
-def held(model: PreTrainedModel | Model | str | Path, tokenizer: Any) -> Model:
-    """A model as `load` returns it; what it has returned stays as it is."""
-    if not isinstance(model, Model):
-        return load(model, tokenizer)
-    _require_no_tokenizer(tokenizer)
-    return model
-
-
-def _require_no_tokenizer(tokenizer: object) -> None:
-    """Raise UserError for a tokenizer that is given beside a model which has its own."""
-    if tokenizer is not None:
-        raise UserError(f"tokenizer={tokenizer}: the model has its own; leave it out")
 
 
 def refuse(settings: Mapping[str, Any], groups: Collection[str], why: str) -> None:
@@ -293,7 +279,7 @@ class Model:
             if not todo.is_finished():
                 say(f"{todo.title}: running, {number} of {len(runs)}")
             try:
-                path = start(todo, self.resources, say=say)
+                path = start(todo, self.resources, tell=say)
             except UserError as error:
                 log.warning("%s: no row, %s", todo.title, error)
                 refusals.append(error)

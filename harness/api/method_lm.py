@@ -30,7 +30,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import model_registry
 
-from harness.api.interface import Model, held, load, refuse
+from harness.api.interface import Model, load, refuse
 from harness.errors import STOPPED, UserError, exit_code, reason
 from harness.model.budgets import ReadStats
 from harness.model.load import LoadedModel
@@ -101,7 +101,6 @@ class MethodLM(ReplayLM):
         for task, numbers in by_task.items():
             prefill = prefill_of(task, self.config, writes=request_type == "generate_until")
             of_task = ReplayLM(self.config, self.loaded, task, prefill)
-            of_task.max_length = self.max_length
             with users_faults(self.config):
                 found = getattr(of_task, request_type)([requests[number] for number in numbers])
             for number, answer in zip(numbers, found, strict=True):
@@ -144,7 +143,7 @@ def lm(
         lm-eval's own.
     """
     refuse(settings, OF_LM_EVAL, "lm-eval decides it, by its own arguments")
-    used = held(model, tokenizer)
+    used = load(model, tokenizer)
     own = {"experiment": "tasks", "method": method, "budget": budget}
     return MethodLM(used.configured(own, settings), used.loaded)
 
@@ -157,7 +156,6 @@ class KVModel(MethodLM):
         device: lm-eval's `--device`: cpu or cuda, as `platform`. Its default, cuda:0, is the CPU
             where there is no CUDA device.
         dtype: as `model.dtype`; "auto" takes the platform's.
-        max_length: tokens of a context and its answer, at most; the model's without.
         batch_size, max_batch_size: play no part: replay makes batches that fit.
         trust_remote_code: as `model.trust_remote_code`.
         settings: of `harness.lm` (method, budget, ...), and of the model such as `model.gguf_file`.
@@ -172,7 +170,6 @@ class KVModel(MethodLM):
         *,
         device: str = DEFAULT_DEVICE,
         dtype: str = "auto",
-        max_length: int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         trust_remote_code: bool | str = False,
@@ -192,11 +189,6 @@ class KVModel(MethodLM):
             (of_model if is_models else of_method)[name] = value
         made = lm(load(str(pretrained), **of_model), **of_method)
         super().__init__(made.config, made.loaded)
-        if max_length is not None:
-            if not 2 <= max_length <= self.max_length:
-                allowed = f"a number of tokens from 2 to {self.max_length}"
-                raise UserError(f"max_length={max_length}: must be {allowed}")
-            self.max_length = max_length
 
 
 def main(argv: Sequence[str]) -> int:

@@ -39,7 +39,6 @@ from harness.model.policies import Policy, new_state
 from harness.model.prompts import PASS_TOKENS, prompt_bytes
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.settings.config import BEHIND_LINK, Placement
-from harness.settings.systems import check_combination
 from methods.base import Calibration, Method
 from methods.codecs.split import CacheCodec, SplitCodec, every_codec
 from methods.prompt_evicting import PromptEvictingState
@@ -87,7 +86,6 @@ class LiveSession:
         bucket: int = 0,
         graphs: bool = False,
     ) -> None:
-        check_combination(method, placement, gpu_cache)
         crosses = placement in BEHIND_LINK
         assert link is not None or not crosses, "rows behind a link need it"
         self.attached = attached

@@ -32,8 +32,8 @@ from harness.results.sheet import Sheet, sheet_of, terminal
 from harness.run.compose import load
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
-from harness.settings.own_method import shipped
 from harness.settings.paths import COMMAND, CONF_DIR, SHIPPED
+from harness.settings.schema import shipped
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -29,8 +29,8 @@ from tqdm import tqdm
 from harness.errors import UserError, describe, is_users
 from harness.files import HeldError, holding
 from harness.model.load import Resources
-from harness.run import kinds, runner
-from harness.run.runner import Run, fail, is_held, relabel, require_devices
+from harness.run import runner
+from harness.run.runner import Run, relabel, require_devices
 from harness.scoring.progress import bar
 from harness.settings.config import RunConfig
 
@@ -51,7 +51,7 @@ def groups(runs: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[
     run is alone."""
     found: dict[Any, list[T]] = {}
     for index, run in enumerate(runs):
-        process = kinds.process(config_of(run))
+        process = runner.process(config_of(run))
         found.setdefault(index if process is None else process, []).append(run)
     return list(found.values())
 
@@ -76,8 +76,7 @@ def run_all(configs: Sequence[RunConfig], resources: Resources | None = None) ->
         else:
             todo.append(run)
     for run in todo:
-        is_elsewhere = is_held(run.path)
-        why = f"{run.title}: another process is at it" if is_elsewhere else run.why_again()
+        why = run.why_again()
         if why:
             tqdm.write(why)
     num_finished = len(configs) - len(todo)
@@ -89,7 +88,11 @@ def run_all(configs: Sequence[RunConfig], resources: Resources | None = None) ->
         while todo:
             held: list[Run] = []
             for group in groups(todo, lambda run: run.config):
-                outcomes = _outcomes(group, resources)
+                outcomes: Iterator[Path | Exception]
+                if runner.process(group[0].config) is None:
+                    outcomes = (_outcome(run, resources) for run in group)
+                else:
+                    outcomes = run_apart(group, resources)
                 for run in group:
                     progress.set_description(run.title, refresh=sys.stderr.isatty())
                     outcome = next(outcomes)
@@ -108,26 +111,15 @@ def run_all(configs: Sequence[RunConfig], resources: Resources | None = None) ->
                     pass
             todo = held
 
-    if len(failures) > 1:
-        for failure in failures:
-            tqdm.write(f"failed: {failure}")
     if failures:
         num_failed = f"{len(failures)} of {len(configs)} runs failed"
         raise UserError(f"{num_failed}; the first, {failures[0]}")
 
 
-def _outcomes(group: Sequence[Run], resources: Resources) -> Iterator[Path | Exception]:
-    """The record of each run of a group, or why there is none."""
-    if kinds.process(group[0].config) is not None:
-        yield from run_apart(group, resources)
-    else:
-        yield from (_outcome(run, resources) for run in group)
-
-
 def _outcome(run: Run, resources: Resources) -> Path | Exception:
     """A run's record, or its error; a bug shows its traceback."""
     try:
-        return runner.run(run, resources, waits=False)
+        return runner.run(run, resources, waits=False, tell=str)  # tells nothing
     except Exception as error:
         if not is_users(error) and not isinstance(error, HeldError):
             traceback.print_exc()
@@ -159,8 +151,9 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
                     outcome = pipe.recv()
                 except (EOFError, OSError):
                     child.join(STOP_S)
-                    outcome = why_it_died(run, child.exitcode)
-                    fail(run, outcome)
+                    lower = runner.to_lower(run.config)  # its memory may have run out
+                    why = f"its process ended (exit code {child.exitcode}); lower {lower}"
+                    outcome = UserError(why)
                 yield outcome
                 if isinstance(outcome, RuntimeError):  # a bug of CUDA spoils its process
                     break
@@ -169,13 +162,6 @@ def run_apart(runs: Sequence[Run], resources: Resources) -> Iterator[Path | Exce
                 child.kill()
                 child.join()
             pipe.close()
-
-
-def why_it_died(run: Run, code: int | None) -> UserError:
-    """The error of a run whose process ended with an exit code, negative for a signal."""
-    killed = ", as systems do where memory runs out" if code == -signal.SIGKILL else ""
-    lower = kinds.to_lower(run.config)
-    return UserError(f"its process ended (exit code {code}{killed}); lower {lower}")
 
 
 def _child(pipe: Connection) -> None:

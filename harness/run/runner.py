@@ -11,24 +11,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.data.text import named_text
 from harness.errors import UserError, describe, printable
-from harness.files import HeldError, holding, stated_memory
+from harness.files import holding, stated_memory, text_sha256
 from harness.model.load import Resources
 from harness.results import environment, inputs
 from harness.results import record as records
 from harness.results.metrics import BUDGET, DEVICE_FRAC, TOKENS_EVICTED
-from harness.run import kinds
+from harness.scoring.progress import say
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome, find
 from harness.settings.schema import is_unmet
+from harness.settings.task_config import OFFLINE_TASKS, TASKS
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +48,8 @@ class Run:
     def of(cls, config: RunConfig, resources: Resources | None = None) -> Run:
         """Digest all that the run of `config` reads. Raises UserError where something is
         missing."""
-        kinds.check(config)
-        digests = kinds.digests_of(config)
+        check(config)
+        digests = digests_of(config)
         in_memory = None if resources is None else resources.digest_in_memory()
         if in_memory is not None:
             digests["model"] = in_memory
@@ -59,7 +61,7 @@ class Run:
     def title(self) -> str:
         """A few words for a progress line, in one line: experiment, shape, label, budget."""
         config = self.config
-        words = [config.experiment, kinds.shape(config), config.label]
+        words = [config.experiment, shape(config), config.label]
         if config.budget is not None and not config.label_given:
             words.append(f"at {config.budget:g}")
         return printable(" ".join(filter(None, words)))
@@ -103,13 +105,12 @@ def run(
     resources: Resources,
     *,
     waits: bool = True,
-    say: Callable[[str], object] = print,
+    tell: Callable[[str], object] = print,
 ) -> Path:
     """Do one run, unless its record is finished. One process at a time does. Returns the record's
     path.
 
-    waits: for another process that does this run; a run of a sweep does not, and prints nothing.
-    say: prints a line.
+    waits: for another process that does this run. tell: prints a line.
 
     Raises:
         UserError: wrong input, an unwritable results folder, or too little memory (which setting
@@ -117,35 +118,25 @@ def run(
             says `interrupted`.
         HeldError: another process does this run.
     """
-    if not waits:
-        say = str  # says nothing
     if todo.is_finished():  # asked before there is a lock, whose import takes a tenth of a second
-        return _skip(todo, say)
-    if waits and is_held(todo.path):
-        say(f"{todo.title}: another process is at it; waiting")
+        return _skip(todo, tell)
+    if waits and todo.path.with_name(".lock").exists():
+        tell(f"{todo.title}: waiting, if another process is at it")
     with holding(todo.path.parent, wait=waits):
         if todo.is_finished():  # by another process meanwhile
-            return _skip(todo, say)
+            return _skip(todo, tell)
         why = todo.why_again()
         if why:
-            say(why)
+            tell(why)
         _record(todo, resources)
     return todo.path
 
 
-def _skip(todo: Run, say: Callable[[str], object]) -> Path:
+def _skip(todo: Run, tell: Callable[[str], object]) -> Path:
     relabel(todo)
     _warn_of_budgets(todo, records.read_record(todo.path)["metrics"])
-    say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
+    tell(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
     return todo.path
-
-
-def fail(todo: Run, error: Exception) -> None:
-    """Record why a run failed whose process died, unless another process has taken it up."""
-    with suppress(HeldError), holding(todo.path.parent, wait=False):
-        if not todo.is_finished():
-            failure = {"status": "failed", "error": describe(error)}
-            records.write_record(todo.path, _unfinished(todo) | failure)
 
 
 def relabel(finished: Run) -> None:
@@ -158,28 +149,22 @@ def relabel(finished: Run) -> None:
 
 def report(paths: Sequence[Path]) -> str:
     """Bring the tables of the records' experiments up to date. Returns these records as a table to
-    print."""
+    print, and where their tables lie."""
     # Here, as a command's help needs no pandas.
     from harness.results import write as tables
     from harness.results.samples import full_runs
 
     folders = dict.fromkeys(path.parent.parent for path in paths)
+    places: dict[Path, list[str]] = {}
     for folder in folders:
-        tables.update(folder.parent.parent, folder.name)
+        table = tables.update(folder.parent.parent, folder.name)
+        places.setdefault(table.parent, []).append(f"{table.stem}.csv and {table.stem}.md")
     everywhere = partial(full_runs, *dict.fromkeys(folder.parent.parent for folder in folders))
-    return tables.summary((records.read_record(path) for path in dict.fromkeys(paths)), everywhere)
-
-
-def tables_of(paths: Sequence[Path]) -> list[str]:
-    """Where the tables of these records lie, a line for each results folder."""
-    found: dict[Path, list[str]] = {}
-    for path in paths:
-        record, folder = records.read_record(path), path.parents[3] / "tables"
-        name = "capacity" if record["table"] == "capacity" else record["experiment"]
-        files = f"{name}.csv and {name}.md"
-        if (folder / f"{name}.csv").exists() and files not in found.setdefault(folder, []):
-            found[folder].append(files)
-    return [f"results are in {folder}: {', '.join(files)}" for folder, files in found.items()]
+    records_of = (records.read_record(path) for path in dict.fromkeys(paths))
+    lines = [tables.summary(records_of, everywhere)]
+    for place, names in places.items():
+        lines.append(f"results are in {place}: {', '.join(names)}")
+    return "\n".join(lines)
 
 
 def _record(todo: Run, resources: Resources) -> None:
@@ -191,9 +176,7 @@ def _record(todo: Run, resources: Resources) -> None:
     start = time.perf_counter()
     try:
         with users_faults(config):
-            if reads_weights and not resources.has_model(config.model):
-                kinds.require_length(config)
-            outcome = kinds.measure(config, resources)
+            outcome = measure(config, resources)
             _warn_of_budgets(todo, outcome.metrics)
             devices = [str(resources.model(config.model).model.device)] if reads_weights else []
             measured = asdict(outcome) | {"methods": records.jsonable(outcome.methods)}
@@ -286,19 +269,154 @@ def users_faults(config: RunConfig) -> Iterator[None]:
         # "OutOfMemoryError" is CUDA's, "DefaultCPUAllocator" the CPU's.
         of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text
         if of_torch or isinstance(error, MemoryError):
-            said = f"out of memory: lower {kinds.to_lower(config)}, or choose a smaller model"
+            said = f"out of memory: lower {to_lower(config)}, or choose a smaller model"
             raise UserError(said) from error
         if isinstance(error, ValueError) and text.startswith("method."):
             raise UserError(text) from error  # `methods` knows no UserError
         raise
 
 
-def is_held(record: Path) -> bool:
-    """True if a living process computes the record."""
-    if not record.with_name(".lock").exists():
-        return False
-    try:
-        with holding(record.parent, wait=False):
-            return False
-    except (HeldError, UserError):  # a lock that cannot be opened is another user's
-        return True
+# The kinds of run: how each is measured, beside `harness.settings.kinds`, and what is asked before
+
+
+def measure(config: RunConfig, resources: Resources) -> Outcome:
+    """What a run measures; nothing where it only prints. resources: what the runs of this process
+    share."""
+    match config.kind:
+        case "perplexity":
+            from harness.scoring.perplexity import run_perplexity
+
+            return run_perplexity(config, resources.model(config.model), resources.references)
+        case "tasks":
+            from harness.scoring.evaluation import run_tasks, run_turns
+
+            if not resources.has_model(config.model):
+                say(f"{config.experiment} {config.label}: loading model {config.model.name}")
+            score = run_turns if config.prefill == "both" else run_tasks
+            return score(config, resources.model(config.model))
+        case "latency":
+            from harness.speed.latency import run_latency
+
+            return run_latency(config, resources.model(config.model), resources.prompts)
+        case "analysis":
+            from harness.paper.analysis import run_analysis, run_memory
+
+            if config.analysis.statistic == "memory":
+                return run_memory(config)
+            return run_analysis(config, resources.model(config.model))
+        case "generate":
+            from harness.speed.generate import run_generate
+
+            write = partial(print, end="", flush=True)
+            made = run_generate(config, resources.model(config.model), write)
+            print(f"\n\n{made.summary()}")
+        case "contract":
+            from harness.checks.contract import run_contract
+            from harness.checks.trust import run_trust
+            from harness.run.compose import load
+
+            run_contract(config)
+            if config.thorough:
+                run_trust(config, resources.model(config.model), load)
+        case "advise":
+            from harness.run.advise import advise
+
+            print(advise(config))
+    return Outcome({})
+
+
+def check(config: RunConfig) -> None:
+    """Raise UserError for what `harness.settings.kinds` cannot see: tasks, and a card's memory."""
+    if config.kind == "latency" and config.placement == "managed":
+        _check_managed(config)
+    if config.kind != "tasks":
+        return
+    is_offline = config.data.name == "offline"
+    known = OFFLINE_TASKS if is_offline else TASKS
+    if set(config.tasks).issubset(known):
+        return  # spares loading lm-eval
+    from harness.data.tasks import check_names, plan
+
+    check_names(config.tasks, config.task.include_path)
+    if is_offline:
+        plan(config)
+
+
+def digests_of(config: RunConfig) -> dict[str, str]:
+    """sha256 by name of every input of a run, taken before a model loads.
+
+    Raises:
+        UserError: a file or folder is missing or cannot be read, or a model cannot be fetched.
+    """
+    kind = find(config.kind)
+    needs_weights = kind.needs_weights(config)
+    reads = kind.reads if needs_weights else ()
+    found = inputs.common(config, weights=needs_weights)
+    if "corpus" in reads:
+        found |= inputs.corpus(config.corpus, config.data)
+    if "tasks" in reads:
+        found |= inputs.tasks(config)
+    if "prompt" in reads:
+        found["prompt"] = text_sha256(named_text(config.calibration.name))
+    if "calibration" in reads:
+        found |= inputs.calibration(config.calibration)
+    return found
+
+
+def shape(config: RunConfig) -> str:
+    """A word for a progress line that tells timed runs of one label apart."""
+    if not find(config.kind).timed:
+        return ""
+    batch = "largest " if config.latency.largest else config.latency.batch_size
+    return f"{batch}x{config.latency.prompt_len}"
+
+
+def process(config: RunConfig) -> Hashable:
+    """What runs must have in common to share a process of their own; None where a run needs none:
+    only those that are timed do."""
+    if not find(config.kind).timed:
+        return None
+    return repr(config.model), config.platform.name, shape(config)
+
+
+def to_lower(config: RunConfig) -> str:
+    """The settings on which a run's memory depends most, with their values."""
+    words = []
+    for name in find(config.kind).sizes(config):
+        words.append(name if config.value(name) is None else config.typed(name))
+    return " or ".join(words)
+
+
+def _check_managed(config: RunConfig) -> None:
+    """Raise UserError where the weights and a managed cache are more than the run's card has, as
+    far as the model's shape tells: before the weights are loaded, and before a sweep begins. The
+    session asks again, for all that it needs (`harness.decode.memory.require_managed`)."""
+    import torch
+
+    from harness.decode.memory import GIB, MEMORY_HINTS
+    from harness.decode.share import BatchLengths
+    from harness.model.shape import FFN_MATRICES, WEIGHT_BYTES, ModelShape
+    from harness.paper.costmodel.step import plan_of_shape
+
+    gib, model, lengths = config.platform.device_gib, config.model, config.latency
+    card_bytes = None if gib is None else int(gib * GIB)
+    if torch.cuda.is_available():
+        whole = torch.cuda.get_device_properties(0).total_memory
+        if card_bytes is not None and card_bytes > whole:
+            smaller = f"this card has {whole / GIB:.1f} GiB; null takes the card as it is"
+            raise UserError(f"platform.device_gib={gib:g}: {smaller}")
+        card_bytes = card_bytes or whole
+    if card_bytes is None or model.shape is None or model.shape["model_type"] not in FFN_MATRICES:
+        return
+    shape = ModelShape.from_config(model.name, model.shape)
+    dtype = getattr(torch, model.dtype)
+    weight_bytes = shape.weight_bytes * dtype.itemsize // WEIGHT_BYTES
+    plan = plan_of_shape(config, shape, weight_bytes, dtype)
+    batch = BatchLengths((lengths.prompt_len,) * lengths.batch_size, lengths.gen_len)
+    needs = plan.needs(batch, lengths.batch_size * lengths.prompt_len, with_state=False)
+    needed = needs.weights + needs.managed + needs.workspace
+    if needed > card_bytes:
+        raise UserError(
+            f"placement=managed: weights, the KV cache and the prompts' pass need "
+            f"{needed / GIB:.1f} GiB, and the card has {card_bytes / GIB:.1f}; {MEMORY_HINTS}"
+        )

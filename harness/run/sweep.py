@@ -1,5 +1,4 @@
-"""An experiment may be a sweep: many runs, in the `sweep:` of `conf/experiment/NAME.yaml` or of a
-file of one's own.
+"""An experiment may be a sweep: many runs, in the `sweep:` of `conf/experiment/NAME.yaml`.
 
     python run.py experiment=ablation results_dir=/tmp/results
     python run.py experiment=ablation sweep=null        # one run, with the file's other settings
@@ -13,7 +12,7 @@ sweep:
       experiment: [fig11, fig12]      # the last key varies fastest; left out: this experiment
     - method: h2o                     # settings named together vary together
       method.heavy_frac method.recent_frac: [[0.25, 0.25], [0.125, 0.125]]
-    - when: ${sweep.data_root}        # where this is null, the entry is left out, and that is said
+    - when: data_root                 # left out where sweep.data_root is null, and that is said
       data: local
       data.root: ${sweep.data_root}
     - method: ${choices:method,full}  # every file of a group but those named
@@ -38,31 +37,15 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError
 from harness.model.load import shape_mapping
-from harness.run import kinds
+from harness.run import runner
 from harness.run.all_runs import counted, groups
-from harness.run.compose import compose, load, resolved
-from harness.run.parse import chosen_model
+from harness.run.compose import chosen_model, compose, load, resolved
 from harness.run.words import Values, values_of
 from harness.settings.config import RunConfig
-from harness.settings.kinds import find
 from harness.settings.paths import CONF_DIR
-from harness.settings.schema import Text, build, options
 from harness.settings.systems import OF_EVERY_METHOD
-
-
-@dataclass(frozen=True)
-class Keywords:
-    """What every sweep may have; any other key is a setting of the sweep's own."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    runs: tuple[Mapping[str, Any], ...] = ()
-    experiments: tuple[str, ...] = ()
-    share: Text | None = None
-
-
-KEYWORDS = Keywords.__dataclass_fields__.keys()
 
 TUNED = CONF_DIR / "tuned.yaml"
 
@@ -120,8 +103,8 @@ def read_plan(given: Iterable[str] | Values) -> Plan:
             what a sweep sets without varying it.
 
     Raises:
-        UserError: a malformed sweep, one with every run left out, a wrong setting in any run, or
-                a setting of the user's that the runs vary.
+        UserError: every run is left out, a wrong setting in any run, or a setting of the user's
+            that the runs vary.
     """
     plan, values = Plan(), values_of(given)
     config = compose(values)
@@ -129,7 +112,7 @@ def read_plan(given: Iterable[str] | Values) -> Plan:
     for name, value in values.items():
         if name.partition(".")[0] not in ("sweep", "experiment"):
             own[name] = value
-    _read(plan, config, own, (values.get("experiment", ""),))
+    _read(plan, config, own, values.get("experiment", ""))
     if not plan.runs:
         raise UserError(f"nothing to run: {'; '.join(plan.gaps())}")
     if (share := config.sweep.get("share")) is not None:
@@ -151,10 +134,10 @@ def share_of(runs: Sequence[RunConfig], share: str) -> list[RunConfig]:
     return list(itertools.chain.from_iterable(own_groups))
 
 
-def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]) -> None:
+def _read(plan: Plan, config: DictConfig, given: Values, experiment: str) -> None:
     """Add the runs of one file to `plan`, then those of the sweeps in it.
 
-    given: the user's settings of runs. within: the names of the experiments around it, and its own.
+    given: the user's settings of runs. experiment: the name of the file; "" for a sweep of Python.
     """
     written: Any = OmegaConf.to_container(config.sweep, resolve=False)
     if "${model.shape." in str(written):
@@ -163,26 +146,21 @@ def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]
         if model.shape is None:
             config.model.shape = shape_mapping(model)
     sweep: Any = resolved(config)["sweep"]
-    keywords = {name: sweep[name] for name in KEYWORDS & sweep.keys() if sweep[name] is not None}
-    asked = build(Keywords, keywords, "sweep")
-    if not asked.runs and not asked.experiments:
-        raise UserError("sweep.runs: must be a list of runs; see harness/run/sweep.py")
 
     # Its runs are of this experiment, if it is more than a list of runs of others.
-    settings_of_all = dict(asked.settings)
-    if config.get("kind") is not None and within[-1]:
-        settings_of_all = {"experiment": within[-1], **settings_of_all}
+    own = experiment if config.get("kind") is not None and experiment else "perplexity"
+    settings_of_all = {"experiment": own, **(sweep.get("settings") or {})}
 
     combinations: list[dict[str, Any]] = []
-    for entry, asks_for in zip(asked.runs, _conditions(config, len(asked.runs)), strict=True):
+    for entry in sweep.get("runs") or ():
         settings = dict(entry)
-        is_given = settings.pop("when", True) is not None
+        needed = settings.pop("when", None)
         for combination in _combinations(settings):
-            if is_given:
+            if needed is None or sweep[needed] is not None:
                 combinations.append(combination)
             else:
-                experiment = _experiment_of({**settings_of_all, **combination})
-                plan.left_out.append((experiment, f"{asks_for} is not given"))
+                of_run = settings_of_all | combination
+                plan.left_out.append((of_run["experiment"], f"sweep.{needed} is not given"))
     if "method" in given:
         combinations = _of_method(combinations, str(given["method"]))
     for key, value in given.items():
@@ -195,39 +173,21 @@ def _read(plan: Plan, config: DictConfig, given: Values, within: tuple[str, ...]
         where_allowed = settings.pop("where_allowed", False)
         try:
             run = load(settings)
-            kinds.check(run)
+            runner.check(run)
         except UserError as error:
             if not where_allowed:
                 raise
-            plan.left_out.append((_experiment_of(settings), str(error).rstrip(".")))
+            plan.left_out.append((settings["experiment"], str(error).rstrip(".")))
             continue
-        if not find(run.kind).keeps_record:
-            no_record = f"experiment={run.experiment} writes no record"
-            raise UserError(f"sweep.runs: {no_record}, so it is no run of a sweep")
         if run not in plan.runs:
             plan.runs.append(run)
 
-    for name in asked.experiments:
-        if name not in options("experiment"):
-            raise UserError(f"sweep.experiments={name}: {nearest(name, options('experiment'))}")
-        if name in within:
-            raise UserError(f"sweep.experiments={name}: contains itself")
+    for name in sweep.get("experiments") or ():
         part = compose({**given, "experiment": name})
-        for key in sweep.keys() & part.sweep.keys() - KEYWORDS:
+        of_sweep = sweep.keys() - {"settings", "runs", "experiments", "share"}
+        for key in of_sweep & part.sweep.keys():
             part.sweep[key] = sweep[key]
-        _read(plan, part, given, (*within, name))
-
-
-def _conditions(config: DictConfig, num_entries: int) -> list[str]:
-    """What the `when` of each entry of `runs` names, by the file; `when` itself where it names
-    nothing."""
-    entries = OmegaConf.to_container(config.sweep.runs, resolve=False) if num_entries else []
-    assert isinstance(entries, list)
-    return [str(entry.get("when") or "when").strip("${}") for entry in entries]
-
-
-def _experiment_of(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("experiment", "perplexity"))
+        _read(plan, part, given, name)
 
 
 def _of_method(combinations: list[dict[str, Any]], method: str) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The words of a command line, read by Hydra's grammar: `NAME=VALUE`, and a value that is a sweep
-with `-m`; and what to type in place of words that are no settings here, such as those of other
-programs."""
+with `-m`; and what to type in place of a word that is none."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from pydantic_core import to_jsonable_python
 
 from harness.errors import UserError, one_line
 from harness.settings.paths import CONF_DIR
-from harness.settings.schema import conf_file, options
+from harness.settings.schema import options
 from harness.settings.task_config import TASKS
 
 FREE_TEXT = (
@@ -37,11 +36,14 @@ Values = Mapping[str, Any]
 
 
 def values_of(given: Iterable[str] | Values) -> dict[str, Any]:
-    """Settings, from words or from Python, as plain values. Raises UserError for a word that is
-    none, or a value that no setting can have."""
+    """Settings, from words or from Python, as JSON holds them. Raises UserError for a word that is
+    none."""
     if not isinstance(given, Mapping):
         given = dict(read(word) for word in given)
-    return {name: plain(value, name) for name, value in given.items()}
+    plain = {}
+    for name, value in given.items():
+        plain[name] = to_jsonable_python(value, fallback=lambda number: number.item())  # of NumPy
+    return plain
 
 
 def read(word: str) -> tuple[str, Any]:
@@ -91,22 +93,11 @@ def _jobs(words: Iterable[str]) -> list[dict[str, Any]]:
     for word in words:
         given = parsed(word)
         name = _name(given)
-        if given.is_sweep_override() and name == "label":
-            again = "names the same run several times; a sweep over systems is system="
-            raise UserError(f"{word}: {again}")
-        axes.append([(name, value) for value in _alternatives(given, word)])
+        if not isinstance(given.value(), Sweep):
+            axes.append([(name, given.value())])
+            continue
+        axes.append([read(f"{name}={value}") for value in given.sweep_string_iterator()])
     return [values_of(dict(combination)) for combination in itertools.product(*axes)]
-
-
-def _alternatives(given: Override, word: str) -> list[Any]:
-    """The values of a word of a sweep."""
-    value = given.value()
-    if not isinstance(value, Sweep):
-        return [value]
-    try:
-        return [read(f"{_name(given)}={one}")[1] for one in given.sweep_string_iterator()]
-    except ValueError as error:  # as of range(1,2,0)
-        raise UserError(f"{word}: Hydra cannot read it ({one_line(error)})") from None
 
 
 @cache
@@ -121,15 +112,6 @@ def parsed(word: str) -> Override:
     return given
 
 
-def plain(value: Any, name: str) -> Any:
-    """A value as JSON holds it. Raises UserError where no setting can have it."""
-    try:
-        return to_jsonable_python(value, fallback=lambda number: number.item())  # of NumPy
-    except Exception as error:
-        allowed = "must be a number, text, a path, a list or a mapping of these"
-        raise UserError(f"{name}: is of type {type(value).__name__}; {allowed}") from error
-
-
 def _name(given: Override) -> str:
     """The setting of a word; a `+` stays before it."""
     name = str(given.key_or_group)
@@ -140,37 +122,6 @@ def _name(given: Override) -> str:
 
 MAX_HUB_ID = 96
 """Letters of an id that the hub allows."""
-MEANT = {
-    "size|ratio|share|density|sparsity|(kv_?|cache_)(size|budget|ratio)|max_capacity.*": (
-        "budget=0.1, the share of the full cache that a decode step reads"
-    ),
-    "compression_?(ratio|rate)?": "budget=0.1, the share that is read, where this one is left out",
-    "users|clients|concurrency|batch|bs|num_seqs": (
-        "batch_size=4, with experiment=latency or advise"
-    ),
-    "context|ctx|(context|ctx|max|max_seq|input|sequence)_?(len|length)|length": (
-        "seq_len=2048 of a text, or prompt_len=2048 with experiment=latency"
-    ),
-    "limit|samples|num_questions|n": "num_samples=50, the questions of each task",
-    "shots?|(num|few|k)_?shots?": "num_fewshot=5",
-    "task": "experiment=tasks tasks=[kv_recall]",
-    "dataset|text|file": "corpus.path=FILE, or of tasks data=local data.root=DIR",
-    "device|gpu|cuda": "platform=cuda",
-    "dtype|precision|torch_dtype": "model.dtype=bfloat16",
-    "bits|kv_?(cache_)?dtype|quantization|quant": "codec=int4",
-    "model_?(path|dir)|checkpoint": "model.path=DIR",
-    "pretrained|model_?(id|name)|hub_?id|repo": "model.hub_id=ORGANISATION/NAME, or model.path=DIR",
-    "press|policy|methods|algorithm": "method=h2o",
-    "max_(gen_)?tok(en)?s|gen_length": "max_new_tokens=64, or gen_len=64 with experiment=latency",
-    "out(put)?(_?(dir|path|folder))?|save_?(dir|path)": "results_dir=DIR",
-}
-"""What to type in place of an unknown setting, by its name (a regular expression)."""
-
-
-def meant(name: str) -> str:
-    """What to type in place of an unknown setting; "" where nobody knows."""
-    found = (hint for names, hint in MEANT.items() if re.fullmatch(names, name, re.IGNORECASE))
-    return next(found, "")
 
 
 def source_of_model(model: str) -> tuple[str, str] | None:
@@ -200,17 +151,9 @@ def instead_of(argv: Sequence[str], number: int) -> str:
     flag = re.fullmatch(r"--?([a-z][\w.-]*)(?:=(.*))?", word, re.DOTALL)
     if flag is not None:
         name, value = flag[1].replace("-", "_"), flag[2]
-        if name not in _at_top():
-            return meant(name) or "NAME=VALUE, -m, --cfg job or --help"
         return shlex.quote(f"{name}={value or next(iter(argv[number + 1 :]), 'VALUE')}")
     last = next((at for at in reversed(range(number)) if "=" in before[at]), None)
     if last is not None and before[last].partition("=")[0] in FREE_TEXT:
         end = next((at for at in range(number, len(argv)) if "=" in argv[at]), len(argv))
         return shlex.quote(" ".join(argv[last:end]))
     return " or ".join(settings_with(word)) or "NAME=VALUE"
-
-
-def _at_top() -> set[str]:
-    """The settings at the top of `conf/config.yaml`, and the groups."""
-    groups = {path.name for path in CONF_DIR.iterdir() if path.is_dir()}
-    return groups | conf_file("", "config").keys() - {"defaults"}

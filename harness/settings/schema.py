@@ -1,4 +1,14 @@
-"""Types and ranges of settings, and the choices of `conf/`.
+"""Types and ranges of settings, and what a setting can choose: files of `conf/`, and for `method=`
+and `codec=` a class in a file or package of the user's, or a press of kvpress.
+
+    python run.py method=./my_method.py method.budget=0.3
+    python run.py method=my_package.my_module.MyMethod
+    python run.py codec=./my_codec.py codec_settings.levels=5
+    python run.py method=kvpress:SnapKVPress method.window_size=32
+
+The settings of such a class are the fields of its dataclass. The name of an own method is the
+file's; if the class is named, `file.Class` or the dotted path. A file of the user's is run only if
+it is named.
 
 `build` makes a frozen dataclass of plain values: pydantic checks them strictly against its
 annotations. A wrong setting is refused by a `UserError` of one line: the setting as the user writes
@@ -8,28 +18,28 @@ it, its value and what is allowed.
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import importlib
+import inspect
 import json
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_type_hints
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, nearest, reason
 from harness.settings.paths import CONF_DIR
 
 T = TypeVar("T")
 
 MOST = 2**31 - 1
 """The largest whole number of any setting."""
-LARGEST = 3e38
-"""The largest finite number of any setting: what float32 holds."""
 WORDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -63,16 +73,7 @@ def _items(value: Any) -> Any:
 def _path(text: str) -> str:
     if not text:
         raise ValueError("is empty; must be a path, such as . for the present folder")
-    if "\0" in text:
-        raise ValueError("no file can have such a name")
     return os.path.expanduser(text)
-
-
-def _day(text: str) -> str:
-    try:
-        return datetime.date.fromisoformat(text).isoformat()
-    except ValueError:
-        raise ValueError("must be a day such as 2024-07-26") from None
 
 
 def only(holds: Callable[[Any], bool], otherwise: str) -> AfterValidator:
@@ -97,7 +98,6 @@ PathText = Annotated[Text, AfterValidator(_path)]
 ExistingText = Annotated[PathText, only(os.path.exists, "no such file or folder")]
 FileText = Annotated[PathText, only(os.path.isfile, "no such file")]
 FolderText = Annotated[PathText, only(os.path.isdir, "no such folder")]
-DayText = Annotated[Text, AfterValidator(_day)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_items), DISTINCT]
 """Different texts, written `[a,b]`, `'a,b'` or, for one item, `a`."""
 Natural = Annotated[int, Field(ge=0, le=MOST)]
@@ -151,17 +151,6 @@ def kind_of(experiment: str) -> str | None:
     return conf_file("experiment", experiment).get("kind")
 
 
-def path_text(value: Any, where: str) -> str:
-    """A path with its `~` expanded. Raises UserError where it is empty, no text, or what no file
-    system can hold; where: the setting that is named then."""
-    if not isinstance(value, str):
-        raise UserError(f"{where}={value}: must be text")
-    try:
-        return _path(value)
-    except ValueError as error:
-        raise UserError(f"{where}={value}: {error}") from error
-
-
 def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
     """Make a `cls` from `settings`.
 
@@ -176,7 +165,6 @@ def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
         UserError: unknown or missing name, wrong type, out of range, or a `ValueError` of the
         dataclass itself, whose message names the setting.
     """
-    _require_values(settings, where)
     try:
         # As JSON, of which pydantic takes a mapping for a dataclass and a list for a tuple.
         text = json.dumps(settings)
@@ -187,31 +175,7 @@ def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
 
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    try:
-        return TypeAdapter(cls)
-    except (PydanticUserError, NameError) as error:
-        refusal = str(error).splitlines()[0]
-        wrong = f"a type is none that a setting can have ({refusal})"
-        raise UserError(f"{cls.__name__}: {wrong}") from error
-
-
-def joined(where: str, name: str) -> str:
-    """A setting as the user writes it."""
-    return name if not where or where in AT_TOP else f"{where}.{name}"
-
-
-def _require_values(value: Any, name: str) -> None:
-    """Raise UserError for a number that is none, or larger than any setting may be."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _require_values(item, joined(name, str(key)))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _require_values(item, name)
-    elif isinstance(value, float) and (math.isnan(value) or LARGEST <= abs(value) < math.inf):
-        raise UserError(f"{name}={value}: must be a number")
-    elif isinstance(value, int) and abs(value) > MOST:
-        raise UserError(f"{name}={value}: must be at most {MOST}")
+    return TypeAdapter(cls)
 
 
 def _in_words(error: ValidationError, cls: Any, where: str) -> str:
@@ -224,7 +188,8 @@ def _in_words(error: ValidationError, cls: Any, where: str) -> str:
     for part in names:
         if not dataclasses.is_dataclass(owner):
             break  # the rest names a type of a union
-        name, group, owner = joined(name, part), owner, get_type_hints(owner).get(part)
+        name = part if not name or name in AT_TOP else f"{name}.{part}"  # as the user writes it
+        group, owner = owner, get_type_hints(owner).get(part)
     if kind == "unexpected_keyword_argument":
         known = [field.name for field in dataclasses.fields(group)]
         return f"unknown setting {name}: {nearest(names[-1], known)}"
@@ -241,3 +206,132 @@ def _in_words(error: ValidationError, cls: Any, where: str) -> str:
     else:
         refusal = first["msg"]
     return f"{name}={value}: {refusal}"
+
+
+# Methods and codecs
+
+PRESS = "kvpress:"
+"""Before the name of a press of kvpress (`methods.kvpress`)."""
+FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)
+"""A file, perhaps with a class: `./FILE.py:Class`. A folder's name may hold a colon too."""
+
+
+def is_own(choice: str) -> bool:
+    """True if `method=<choice>` or `codec=<choice>` names a file or module of the user's, not one
+    of this project."""
+    return any(mark in choice for mark in "./:")
+
+
+@cache
+def preset(name: str) -> tuple[type, dict[str, Any]]:
+    """The class of a method of `conf/method`, and what its file says: the settings that it changes,
+    its title, and how rows are stored. Raises OSError if there is no such file."""
+    said = conf_file("method", name)
+    module, _, cls_name = said["_target_"].rpartition(".")
+    return getattr(importlib.import_module(module), cls_name), said
+
+
+def shipped(name: str) -> tuple[type, dict[str, Any]]:
+    """The class of a method of `conf/method` and its whole settings: the defaults of the class, and
+    what its file says. Raises OSError if there is no such file."""
+    from methods.settings import settings_of  # loads torch
+
+    cls, said = preset(name)
+    return cls, {setting.name: setting.default for setting in settings_of(cls)} | said
+
+
+def chosen(choice: str) -> tuple[type, str, dict[str, Any]]:
+    """The class that `method=<choice>` names, the method's name, and what its file in `conf/method`
+    says, or would say.
+
+    Raises UserError if there is no such method, file or press, and unless a file holds one method.
+    """
+    if choice in options("method"):
+        cls, said = preset(choice)
+        return cls, choice, said
+    if not is_own(choice):
+        raise UserError(f"method={choice}: {nearest(choice, options('method'))}")
+    cls, name = _own(choice, f"method={choice}")
+    own_names = vars(cls)  # without those of the class from which it derives
+    return cls, name, {} if "title" in own_names else {"title": name}
+
+
+def _own(choice: str, setting: str) -> tuple[type, str]:
+    if choice.startswith(PRESS):
+        from methods.kvpress import press_class  # kvpress loads transformers
+
+        try:
+            return press_class(choice.removeprefix(PRESS)), choice
+        except ValueError as error:
+            raise UserError(f"{setting}: {error}") from error
+    from methods.base import Method, When  # loads torch, which a wrong name need not wait for
+
+    cls, name = _class(choice, Method, setting)
+    if name in options("method"):
+        raise UserError(f"{setting}: {name} is a method of conf/method; rename the file")
+    when = getattr(cls, "when", None)  # a property is asked of the object
+    if not isinstance(when, property) and when not in get_args(When):
+        raise UserError(f"{setting}: {cls.__name__}.when={when!r}: {nearest(when, get_args(When))}")
+    return cls, name
+
+
+def chosen_codec(choice: str) -> tuple[type, str]:
+    """The class of the user's that `codec=<choice>` names, and its name in tables. Raises UserError
+    as `chosen`."""
+    from methods.codecs.base import RowCodec
+
+    return _class(choice, RowCodec, f"codec={choice}")
+
+
+def _class(choice: str, base: type, setting: str) -> tuple[Any, str]:
+    """The class derived from `base` that `choice` names, or the only one that its module defines,
+    and its name in tables. setting: the choice as the user wrote it, for errors."""
+    of_file = FILE.fullmatch(choice)
+    if of_file is not None:
+        name = of_file["name"] or ""
+        module = _run_file(Path(of_file["path"]).expanduser(), setting)
+    else:
+        where, _, name = choice.replace(":", ".").rpartition(".")
+        module = _import(where, setting, Path.cwd())
+    own: dict[str, Any] = {}
+    for value in vars(module).values():
+        is_derived = inspect.isclass(value) and issubclass(value, base)
+        if is_derived and value.__module__ == module.__name__:
+            own[value.__name__] = value
+    if not own:
+        derives = f"derives from {base.__module__}.{base.__name__}, directly or not"
+        raise UserError(f"{setting}: no class in it {derives}")
+    if name and name not in own:
+        raise UserError(f"{setting}: {nearest(name, own)}")
+    if not name and len(own) > 1:
+        one = f"choose one, as {setting}:{next(iter(own))}"
+        raise UserError(f"{setting}: defines {', '.join(own)}; {one}")
+    cls = own[name or next(iter(own))]
+    if "__dataclass_fields__" not in vars(cls):
+        needed = "must be a @dataclass(frozen=True), its fields the settings"
+        raise UserError(f"{setting}: {cls.__name__} {needed}")
+    return cls, ".".join(filter(None, (module.__name__, name)))
+
+
+def _run_file(path: Path, setting: str) -> ModuleType:
+    """Run a file as a module of its own name, so that it can import what lies beside it, here and
+    in a child."""
+    if not path.is_file():
+        raise UserError(f"{setting}: there is no file {path}")
+    module = _import(path.stem, setting, path.resolve().parent)
+    found = getattr(module, "__file__", None)  # none in what is built into Python
+    if found is None or not path.samefile(found):
+        taken = found or "Python itself"
+        raise UserError(f"{setting}: {path.stem} is a module of {taken} already; rename the file")
+    return module
+
+
+def _import(name: str, setting: str, folder: Path) -> ModuleType:
+    """Import module `name`, from `folder` if no other place has it."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # last: nothing of the user's takes the place of a library
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except (ImportError, SyntaxError) as error:
+        raise UserError(f"{setting}: {reason(error)}") from error

@@ -11,14 +11,9 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
 
-from harness.errors import UserError
-from harness.settings.config import BEHIND_LINK, Placement, RunConfig
+from harness.settings.config import Placement, RunConfig
 from harness.settings.schema import conf_file, options
-
-if TYPE_CHECKING:
-    from methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -59,14 +54,6 @@ ON_A_DISK = tuple(label for label, system in LABELS.items() if system.placement 
 """Systems that a GPU does not have."""
 
 
-def check_label(label: str, made: str) -> None:
-    """Raise UserError where a run would have the name of a system that it is not. made: the name
-    of what it is."""
-    if label in LABELS and label != made:
-        chosen = f"a system is chosen by system=NAME, and this run is {made}"
-        raise UserError(f"label={label}: names a system; {chosen}")
-
-
 def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
     """The label of a run: its system, else its settings in words. method: of a named format, the
     full cache."""
@@ -85,28 +72,3 @@ def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
     if is_own and ran.placement == "host":
         return words
     return f"{words} ({ran.placement})"
-
-
-def check_combination(method: Method, placement: str, gpu_cache: float) -> None:
-    """Raise UserError for settings that make no sense together in live decoding."""
-    if placement not in get_args(Placement):
-        raise UserError(f"placement={placement}: must be one of {', '.join(get_args(Placement))}")
-    if method.replay_only is not None:
-        raise UserError(method.replay_only)
-    if placement in BEHIND_LINK and method.when == "true_scores":
-        scores = "selects by the true scores of all keys; use placement=device"
-        raise UserError(f"placement={placement}: {method.title} {scores}")
-    check_gpu_cache(method, gpu_cache)
-    if gpu_cache and placement not in BEHIND_LINK:
-        no_rows = f"placement={placement} fetches no rows; needs placement=host or disk"
-        raise UserError(f"gpu_cache={gpu_cache:g}: {no_rows}")
-
-
-def check_gpu_cache(method: Method, gpu_cache: float) -> None:
-    """Raise UserError where a method has no rows for a GPU cache."""
-    setting = f"gpu_cache={gpu_cache:g}"
-    if gpu_cache and gpu_cache < 1:
-        raise UserError(f"{setting}: must be 0, or 1 and more, times the rows that a step reads")
-    if gpu_cache and not method.names_rows:
-        retrieves = "selects no rows; needs a method that retrieves"
-        raise UserError(f"{setting}: {method.title} {retrieves}")

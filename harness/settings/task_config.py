@@ -14,7 +14,6 @@ from harness.settings.schema import (
     DISTINCT,
     MOST,
     Count,
-    DayText,
     FolderText,
     Natural,
     Share,
@@ -73,9 +72,8 @@ class TaskConfig:
     """How lm-eval's tasks are prompted. These settings stand at the top, under the names of
     lm-eval's command line.
 
-    metadata: passed to a task by lm-eval. chat_date: by default the day that Llama 3's template
-    knows. think_end_token: an answer is what follows its last occurrence. too_long: `truncate`
-    leaves out the context's beginning behind the start token.
+    metadata: passed to a task by lm-eval. think_end_token: an answer is what follows its last
+    occurrence. too_long: `truncate` leaves out the context's beginning behind the start token.
     """
 
     include_path: FolderText | None = None
@@ -83,7 +81,6 @@ class TaskConfig:
     apply_chat_template: bool = False
     fewshot_as_multiturn: bool | None = None
     enable_thinking: bool | None = None
-    chat_date: DayText = "2024-07-26"
     think_end_token: Text | None = None
     system_instruction: Text | None = None
     question_marker: (
@@ -92,12 +89,6 @@ class TaskConfig:
     too_long: Literal["refuse", "truncate"] = "refuse"
 
     def __post_init__(self) -> None:
-        if self.fewshot_as_multiturn and not self.apply_chat_template:
-            template = "needs apply_chat_template=true, whose turns the examples are"
-            raise UserError(f"fewshot_as_multiturn=true: {template}")
-        if self.enable_thinking and self.think_end_token is None:
-            ends = "needs think_end_token, which ends the thinking, such as </think>"
-            raise UserError(f"enable_thinking=true: {ends}")
         _ = self.known
 
     @cached_property

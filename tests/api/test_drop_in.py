@@ -312,10 +312,10 @@ REFUSED = {
     "output_attentions=True: ": lambda model, ids: model(ids, output_attentions=True),
     "position_ids=a Tensor: .*leave it out": lambda model, ids: model(ids, position_ids=ids, use_cache=True),
     r"attention_mask: of shape \(1, 20\)": lambda model, ids: model(ids, attention_mask=MASK[:, :20], use_cache=True),
-    "at least one 1 in each row": lambda model, ids: model(ids, attention_mask=MASK * 0, use_cache=True),
+    "padding_side": lambda model, ids: model(ids, attention_mask=MASK * 0, use_cache=True),
     "attention_mask: .*padding_side": lambda model, ids: generated(model, ids, MASK.tril(20)),
     "input_ids: None; allowed: a tensor": lambda model, ids: model(),
-    r"input_ids: int64 of shape \(24,\)": lambda model, ids: model(ids[0]),
+    r"input_ids: torch.int64 of shape \(24,\)": lambda model, ids: model(ids[0]),
     "training mode": lambda model, ids: model.train()(ids),
     "its decoder cannot be called by itself": lambda model, ids: model.model(ids),
     "max_new_tokens=6: .*with these there are 9": lambda model, ids: goes_on(model, ids, rows=9),
@@ -325,8 +325,8 @@ REFUSED = {
     "not cropped": lambda model, ids: model(ids, use_cache=True).past_key_values.crop(3),
     "not cropped, copied": lambda model, ids: copy.deepcopy(model(ids, use_cache=True).past_key_values),
     "max_length=20: the prompt has 24 tokens": lambda model, ids: model.generate(ids, max_length=20),
-    r"input_ids: int64 of shape \(1, 0\)": lambda model, ids: model.generate(ids[:, :0]),
-    "input_ids: float32 of shape": lambda model, ids: model.generate(ids.float()),
+    r"input_ids: torch.int64 of shape \(1, 0\)": lambda model, ids: model.generate(ids[:, :0]),
+    "input_ids: torch.float32 of shape": lambda model, ids: model.generate(ids.float()),
     "input_ids: a list": lambda model, ids: model.generate(ids.tolist()),
     "^input_ids: None": lambda model, ids: model.generate(None),
     "max_new_tokens=0: .*1 or more": lambda model, ids: model.generate(ids, max_new_tokens=0),
@@ -336,7 +336,6 @@ REFUSED = {
 }
 """Calls that are refused, by what is said."""
 REFUSED_TEXTS = {
-    "labels: the tokens of the prompt .prefill_len=5": lambda model, ids: model(ids, labels=ids),
     "a text of 5 tokens; allowed: 6 .prefill_len=5. to 512": lambda model, ids: model(ids[:, :5]),
     "a text of 720 tokens; allowed": lambda model, ids: model(ids.repeat(1, 30)),
     "or one with padding": lambda model, ids: model(ids, attention_mask=ids % 2),
@@ -397,9 +396,6 @@ def test_a_model_without_a_generation_config_is_refused_and_a_changed_one_is_fol
 @pytest.mark.parametrize(
     ("given", "settings", "said"),
     [
-        (None, {}, "^model=NoneType: no model; allowed"),
-        ("smollm2", {}, "^model=smollm2: did you mean"),
-        (torch.nn.Linear(2, 2), {}, "^model=.*no model; allowed"),
         (tiny("gqa"), {"max_new_tokens": 0}, "^max_new_tokens=0: "),
         (tiny("gqa"), {"prefill_len": "x"}, "^prefill_len='x': "),
         (tiny("gqa"), {"method": "oracle"}, "true scores"),
@@ -408,11 +404,6 @@ def test_a_model_without_a_generation_config_is_refused_and_a_changed_one_is_fol
 def test_what_cannot_be_attached_is_one_line(given, settings, said):
     with refused(said), harness.attach(given, **({"method": "full"} | settings)):
         pytest.fail("refused")
-
-
-def test_a_budget_that_no_method_has_is_one_line(attached):
-    with refused("budget=1e-0?9"), attached("h2o", 1e-9) as cached:
-        generated(cached)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "jamba", "gpt_oss", "deepseek_v3"])
@@ -463,28 +454,6 @@ def test_caches_are_freed_with_their_last_reference_and_at_the_end(model, attach
 
 
 # Threads
-
-
-def test_every_run_of_another_thread_is_refused_in_one_line(model, tokenizer, attached):
-    loaded = harness.load(model, tokenizer, **PLAIN, num_windows=1, seq_len=64, prefill_len=32)
-    runs = (
-        lambda: harness.attach(model, method="full", **PLAIN).__enter__(),
-        lambda: loaded.generate("What is a cache?", method="full", max_new_tokens=2),
-        lambda: loaded.tasks(["kv_recall"], methods=["full"], num_samples=1, too_long="truncate"),
-    )
-
-    def use(said: str) -> None:
-        for run in runs:
-            with refused(said):
-                run()
-        told.append(said)
-
-    told: list[str] = []
-    with attached():
-        use("attached already: it takes one")
-        run_in_threads(partial(use, "attached already: it takes one"))
-        assert generated(model).shape == (1, 24 + NEW)
-    assert len(told) == 2
 
 
 def test_threads_inside_one_block_take_turns(model, attached):

@@ -201,8 +201,6 @@ def test_a_drawn_text_is_of_transformers_distribution(folder):
     [
         ({"num_beams": 4}, "num_beams=4.*set it to 1 in"),
         ({"guidance_scale": 1.5}, "guidance_scale=1.5.*set it to 1 in"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6.*set it to 0 in"),
-        ({"dola_layers": "low"}, "dola_layers='low'.*set it to None in"),
     ],
 )
 def test_what_chooses_tokens_in_another_way_is_refused_where_the_file_says_it(values, said, folder):

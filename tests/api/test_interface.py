@@ -1,11 +1,7 @@
 """`harness.load` and what it returns: the command line's runs from Python, and values of any kind, each refused in one
 line that names the argument."""
 
-import importlib.metadata
 import math
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -19,7 +15,6 @@ from harness.model.attach import digest_of
 from harness.model.passes import DensePrompts
 from harness.results.record import read_all
 from harness.run.cli import main
-from tests.conftest import refused
 from tests.runs import calls_of
 from tests.tokens import byte_tokenizer
 
@@ -123,19 +118,6 @@ def test_a_run_says_on_stderr_where_it_is_unless_it_is_to_be_quiet(model, capsys
     assert capsys.readouterr() == ("", "")
 
 
-def test_bars_are_shown_in_terminals_and_notebooks_unless_it_is_to_be_quiet(model, monkeypatch, capsys):
-    def shown(**settings):
-        model.generate(PROMPT, method="full", max_new_tokens=2, **settings)
-        return "generate" in capsys.readouterr().err
-
-    assert not shown(), "a file"
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert shown() and not shown(quiet=True)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    assert shown() and not shown(quiet=True)
-
-
 def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):
     network.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
@@ -145,32 +127,6 @@ def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):
     assert main(["method=full", f"model.path={tmp_path / 'model'}", *words]) == 0
     assert "finished before, skipped" in capsys.readouterr().out
     assert len(list(read_all(tmp_path / "results"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("act", "said"),
-    [
-        (lambda model: harness.load("smollm2"), "^model=smollm2: did you mean 'smollm2-135m'"),
-        (lambda model: model.perplexity("none.txt"), "corpus.path=none.txt: no such file"),
-        (lambda model: model.generate(PROMPT, method="oracle"), "true scores"),
-        (lambda model: model.tasks(["no_such_task"]), "no_such_task"),
-        (lambda model: harness.attach(model, method="full", alpha=3).__enter__(), "alpha"),
-    ],
-)
-def test_what_is_wrong_is_one_line(model, act, said):
-    with refused(said):
-        act(model)
-
-
-def test_it_is_imported_from_any_folder(tmp_path):
-    try:
-        importlib.metadata.distribution("kv-offload-harness")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the project is not installed; make setup does it")
-    code = "import harness, sys; from importlib.util import find_spec; print('torch' in sys.modules, 'load' in "
-    code += "harness.__all__, all(map(find_spec, ('harness.api.interface', 'methods.infinigen', 'plots.drawing'))))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "False True True\n", done.stderr
 
 
 # Values of any kind: each is refused in one line that names the argument
@@ -184,24 +140,14 @@ def refusal(act) -> str:
     return message
 
 
-def named(given: object) -> str:
-    """A test's name, the same in every process: no address of an object."""
-    return re.sub(r" at 0x\w+", "", ascii(given))[:20]
-
-
-LISTS = [None, [], {"full"}, "full"]
 WRONG = {
-    "model": (
-        lambda model, given: harness.load(given),
-        [None, torch.nn.Linear(2, 2), "", "a b/c d", Path("/no_folder")],
-    ),
+    "model": (lambda model, given: harness.load(given), [None, "", Path("/no_folder")]),
     "tokenizer": (lambda model, given: harness.load(model.loaded.model, given), [5]),
-    "methods": (lambda model, given: model.perplexity(methods=given), LISTS),
-    "method": (lambda model, given: model.perplexity(methods=[given]), [None, "", "full\n"]),
-    "tasks": (lambda model, given: model.tasks(given, methods=["full"]), LISTS),
-    "prompt": (lambda model, given: model.generate(given, method="full", max_new_tokens=2), [None, ["a"], ""]),
-    "": (lambda model, given: model.perplexity(methods=["h2o"], **{given: object()}), ["platform", "nothing", ""]),
-    "seq_len": (lambda model, given: model.perplexity(methods=["h2o"], seq_len=given), [{1, 2}, torch.ones(2)]),
+    "methods": (lambda model, given: model.perplexity(methods=given), [[], "full"]),
+    "method": (lambda model, given: model.perplexity(methods=[given]), [None, "full\n"]),
+    "tasks": (lambda model, given: model.tasks(given, methods=["full"]), [None, "full"]),
+    "prompt": (lambda model, given: model.generate(given, method="full", max_new_tokens=2), [None, ""]),
+    "seq_len": (lambda model, given: model.perplexity(methods=["h2o"], seq_len=given), [{1, 2}]),
     "budget": (
         lambda model, given: model.perplexity(methods=["h2o"], budget=given),
         [0, 2, math.nan, True, [0.5], torch.tensor(0.5), "x", "nearest:", "nearest:2"],
@@ -210,9 +156,7 @@ WRONG = {
 """Calls with values of an argument, by what is named where they are refused."""
 
 
-@pytest.mark.parametrize(
-    ("name", "given"), [(name, given) for name, (_, values) in WRONG.items() for given in values], ids=named
-)
+@pytest.mark.parametrize(("name", "given"), [(name, given) for name, (_, values) in WRONG.items() for given in values])
 def test_what_an_argument_cannot_be_is_refused(name, given, model):
     act, _ = WRONG[name]
     assert name in refusal(lambda: act(model, given))
@@ -242,7 +186,7 @@ def test_what_a_call_sets_itself_is_not_set_twice(name, model, tmp_path):
     [
         ({"model": "opt-13b"}, "model='opt-13b': the model is loaded"),
         ({"model.dtype": "bfloat16"}, "model.dtype='bfloat16': the model is loaded"),
-        ({"results_dir": "a\0b"}, "results_dir=a\\x00b: no file can have such a name"),
+        ({"results_dir": ""}, "results_dir=: is empty; must be a path"),
     ],
 )
 def test_a_setting_that_a_call_would_not_heed_is_refused(settings, said, model):

@@ -198,7 +198,7 @@ def test_the_runs_of_a_gpu_are_ordinary_ones():
     ("arguments", "message"),
     [
         (["--model", "opt-14b"], "opt-14b"),
-        (["gen_length=3"], "unknown setting gen_length: type max_new_tokens=64, or gen_len=64"),
+        (["gen_length=3"], "unknown setting gen_length: did you mean 'gen_len'"),
         (["--out", "file"], "file: File exists"),
         (["--platform", "cuda"], "platform=cuda: torch finds no CUDA device here; allowed: cpu"),
     ],

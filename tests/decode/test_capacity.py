@@ -21,7 +21,7 @@ from harness.paper.costmodel.predict import Efficiency, Platform
 from harness.run.advise import modelled as modelled_run
 from harness.run.cli import main
 from harness.run.compose import load
-from harness.settings.rules import check
+from harness.settings.kinds import check
 from harness.speed import latency, memories
 from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import SplitCodec

@@ -7,11 +7,7 @@ from harness.decode import links as emulated
 from harness.decode import timeline as timelines
 from harness.decode.session import generate
 from harness.decode.timeline import SEGMENTS, Timeline
-from harness.errors import UserError
 from harness.model.prompts import run_prompt
-from methods.full import Full
-from methods.h2o import H2O
-from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
 from tests.cases import CASES, Case
 from tests.living import (
@@ -105,15 +101,6 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        (Oracle(), {"placement": "host"}, "placement=host.*Oracle.*placement=device"),
-        (InfiniGen(), {"gpu_cache": 1}, "gpu_cache=1: placement=device.*placement=host"),
-        (H2O(), {"placement": "host", "gpu_cache": 1}, "gpu_cache=1: H2O selects no rows"),
-        (Full(), {"placement": "gpu"}, "placement=gpu: must be one of device, host, disk, managed"),
-    ],
-)
-def test_combinations_without_meaning_are_refused(method, options, message):
-    with attached_with_link() as (attached, link), pytest.raises(UserError, match=message):
-        open_live(attached, Case(method), **({"link": link} | options))
+def test_true_scores_lie_behind_no_link():
+    with attached_with_link() as (attached, link), pytest.raises(ValueError, match="Oracle selects by the true scores"):
+        open_live(attached, Case(Oracle()), placement="host", link=link)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from harness.run.compose import load
+from harness.run.runner import digests_of
 from methods.base import Geometry, Lengths, PromptRows, QueryRows, TokenCounts
 from methods.capkv import CapKV
 from methods.criticalkv import CriticalKV
@@ -127,10 +129,13 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     assert heads == [[False, False], [False, False], [True, False], [False, True]]
     three = DuoAttention(pattern=str(pattern), sparsity=0.65, dense_layers=2).new_state(SHAPE, lengths)
     assert three.heads.tolist() == [[False, False], [False, False], [True, False], [True, True]]
+    config = load(["method=duo", f"method.pattern={pattern}"])
+    first = digests_of(config)["method"]
     for text, allowed in (("0\t1\n", "4 lines of 2 finite numbers"), ("a\tb\n", "numbers separated by tabs")):
         pattern.write_text(text)
         with pytest.raises(ValueError, match=rf"method\.pattern=.*: must be {allowed}"):
             method.new_state(SHAPE, lengths)
+    assert digests_of(config)["method"] != first, "the file's contents are an input of the run"
     with pytest.raises(ValueError, match=r"method\.pattern=None: must be a file: llama has no rotary positions"):
         DuoAttention().new_state(SHAPE, lengths, {"gates": torch.ones(4, 2)})
 

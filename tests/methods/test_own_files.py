@@ -133,7 +133,6 @@ REFUSED = [
     ("method=./mine.py", METHOD.replace("@dataclass(frozen=True)", ""), "Mine must be a @dataclass(frozen=True)"),
     ("method=./mine.py", METHOD + "    late: int = field(kw_only=True)\n", "setting method.late is missing"),
     ("method=./h2o.py", METHOD, "h2o is a method of conf/method; rename the file"),
-    ("method=./my-own.py", METHOD, "the file's name must be a Python name"),
     ("method=h2o method._target_={here}/mine.py:Mine", "raise SystemError\n", "unknown setting method._target_"),
     ("method=./mine.py", METHOD + "    when = 'never'\n", "Mine.when='never': allowed: kept, earlier_layer"),
     ("codec=./mine.py", HEAD, "no class in it derives from methods.codecs.base.RowCodec"),

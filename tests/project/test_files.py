@@ -1,9 +1,7 @@
-"""Files and memory: digests, the cache folder, replacing in one step."""
+"""Files and memory: limits, and replacing a file in one step."""
 
 import errno
 import os
-import time
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -56,17 +54,6 @@ def test_the_settings_say_how_much_memory_there_is(monkeypatch):
     assert files.available_memory() == 2**30
 
 
-def test_the_cache_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/c")
-    for name in ("KV_HARNESS_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    assert files.cache_dir() == Path("/c/.cache/kv-harness")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert files.cache_dir() == Path("/b/kv-harness")
-    monkeypatch.setenv("KV_HARNESS_CACHE", "/a")
-    assert files.cache_dir() == Path("/a")
-
-
 def test_a_write_that_fails_or_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     files.write_atomic(path, "old")
@@ -88,18 +75,3 @@ def test_a_full_disk_names_the_file(tmp_path, capsys):
 
     assert exit_code(write) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}/file: No space left on device\n"
-
-
-def test_scratch_files_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path):
-    path, seen = tmp_path / "notes[1].json", []
-    for name in (path.name, "other.json"):  # of a killed run nothing else may ever be written
-        with files.replacing(tmp_path / name) as scratch:
-            seen.append(tmp_path / f"{scratch.name}{files.SCRATCH}")
-    living, old = tmp_path / f".{path.name}.0{files.SCRATCH}", time.time() - files.ABANDONED_S - 60
-    of_the_user = tmp_path / ".other.json.20261129"
-    for each in (*seen, living, of_the_user):
-        each.touch()
-    for each in (*seen, of_the_user):
-        os.utime(each, (old, old))
-    files.write_atomic(path, "new")
-    assert {*tmp_path.iterdir()} == {path, tmp_path / "other.json", living, of_the_user}

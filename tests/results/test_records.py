@@ -20,7 +20,7 @@ from harness.results import record as records
 from harness.run import runner
 from harness.run.cli import main
 from harness.run.compose import load
-from harness.run.kinds import digests_of
+from harness.run.runner import digests_of
 from harness.settings.kinds import Outcome
 from tests.runs import outcome, reading, start, tiny_loaded
 

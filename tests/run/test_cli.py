@@ -1,21 +1,23 @@
 """The command line, in-process: usage that must work, exit codes, a line for every failure, no litter."""
 
+import errno
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from harness.errors import UserError
+from harness.model import calibration
 from harness.results.record import flat
 from harness.run.cli import main
 from harness.run.compose import compose, load, resolved
-from harness.run.words import MEANT, meant, read
-from harness.settings.schema import options
-from tests.runs import outcome, refusal_of, tiny_loaded
+from harness.run.words import read
+from tests.methods.test_own_files import SHORT
+from tests.runs import outcome, reading, refusal_of, tiny_loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,14 +79,12 @@ REFUSED = {
     "method=[": "",
     "experiment=fig14": "experiment=fig14: type experiment=speedup sweep.part=fig14",
     "--cfg job method=h2": "method=h2: did you mean 'h2o'",
-    "-m seed=range(1,2,0)": "seed=range(1,2,0): Hydra cannot read it",
     "seed": "seed: must be NAME=VALUE",
     "h2o": "h2o: must be NAME=VALUE; type method=h2o",
     "infinigen": "infinigen: must be NAME=VALUE; type method=infinigen or system=infinigen",
     "kv_recall": "kv_recall: must be NAME=VALUE; type experiment=tasks tasks=[kv_recall]",
     "Qwen/Qwen3-8B": "Qwen/Qwen3-8B: must be NAME=VALUE; type model.hub_id=Qwen/Qwen3-8B",
     "--method h2o": "--method: must be NAME=VALUE; type method=h2o",
-    "--batch 4": "--batch: must be NAME=VALUE; type batch_size=4, with",
     "experiment=generate prompt=The capital of method=h2o": (
         "capital: must be NAME=VALUE; type 'prompt=The capital of'"
     ),
@@ -92,19 +92,18 @@ REFUSED = {
     "model=Qwen/Qwen3-8B": "model=Qwen/Qwen3-8B: chooses a file of conf/model; type model.hub_id=Qwen/Qwen3-8B",
     "model=/": "model=/: chooses a file of conf/model; type model.path=/",
     "model=./no.gguf": "model=./no.gguf: chooses a file of conf/model, and there is no such folder or file; type model",
-    "size=0.1": "unknown setting size: type budget=0.1, the share of the full cache",
+    "dtype=bfloat16": "unknown setting dtype: did you mean 'model.dtype'",
     "tasks=kv_recall,passkey": (
         "tasks=kv_recall,passkey: is a sweep, which needs -m; as a list: tasks=[kv_recall,passkey]"
     ),
     "method.alpha=${no.such}": "method.alpha=${no.such}: must be a number",
-    "--config-dir=/nonexistent": "--config-dir=/nonexistent: must be NAME=VALUE; type NAME=VALUE, -m, --cfg",
+    "--config-dir=/nonexistent": "--config-dir=/nonexistent: must be NAME=VALUE; type config_dir=/nonexistent",
     "method='full\n'": "method=full\\n: did you mean 'full'",
     "method=null": "method=None: must be one name; allowed: adakv, ",
     "method=full,h2o": "method=full,h2o: is a sweep, which needs -m before it: -m method=full,h2o",
-    "-m label=a,b": "label=a,b: names the same run several times; a sweep over systems is system=",
     "sweep=false": "sweep=False: must be a group of settings, or null for one run",
     "sweep.share=1/2": "sweep.share=1/2: needs an experiment that is many runs",
-    "experiment=./nothing.yaml": "experiment=./nothing.yaml: there is no file ./nothing.yaml; allowed: ablation",
+    "experiment=./nothing.yaml": "experiment=./nothing.yaml: allowed: ablation",
     "system=offlod+int4 experiment=latency": "system=offlod+int4: did you mean 'offload+int4'",
     "label=offload experiment=latency": "label=offload: names a system; a system is chosen by system=NAME",
     "method=infinigen method.alpha=4 budget=0.16": "method.alpha=4.0: budget=0.16 sets it; leave one of them out",
@@ -150,29 +149,6 @@ def test_text_is_text_and_no_other_settings_value(text, runs):
     assert [config.task.system_instruction for config in runs.configs[1:]] == ["${a}", "b, ${seed}"]
     in_python = load({"system_instruction": text, "tasks": [text, "passkey"]})
     assert (in_python.task.system_instruction, in_python.tasks) == (text, (text, "passkey"))
-
-
-def test_a_hint_names_what_may_be_typed():
-    """Every setting and choice in a hint is one that there is."""
-    for hint in MEANT.values():
-        for name, value in re.findall(r"([\w.]+)=([^\s,]+)", hint):
-            assert value in options(name) or name in settings_of_help(), hint
-    assert not any(map(meant, settings_of_help())), "a setting needs no hint"
-
-
-def settings_of_help() -> set[str]:
-    return {*flat(resolved(compose()))}
-
-
-def test_a_window_that_is_too_long_is_refused_before_the_model_loads(runs, capsys):
-    assert main(["method=full", "seq_len=100000"]) == 2
-    assert "error: seq_len=100000: smollm2-135m takes at most 8192 tokens" in capsys.readouterr().err
-    assert runs.loads == []
-
-
-def test_a_grid_without_a_method_is_refused(runs, capsys):
-    assert main(["experiment=long", "sweep.methods=null"]) == 2
-    assert capsys.readouterr().err.splitlines()[1].startswith("error: method=None: must be one name")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -229,12 +205,14 @@ def test_the_entry_point_refuses_in_one_line_with_and_without_the_environment(op
     assert said in done.stderr
 
 
-def test_a_first_run_of_tasks_says_what_it_does_before_it_does_it(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("harness.model.load.load_model", lambda config: tiny_loaded())
-    words = ["method=full", "experiment=tasks", "tasks=[passkey]", "num_samples=2", "metadata.num_sentences=0"]
-    assert main(words) == 0
-    first, second, third, *_ = capsys.readouterr().err.splitlines()
-    assert first == "tasks Full cache: loading model smollm2-135m"
-    assert second == "tasks=passkey: reading the questions and making their prompts"
-    assert third == "passkey: answering 8 requests"
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")])
+def test_a_full_cache_names_its_folder_and_what_moves_it(error, own_folder, monkeypatch, capsys):
+    def full(*_):
+        raise error
+
+    texts = reading(monkeypatch, own_folder, tiny_loaded())
+    monkeypatch.setattr(calibration, "save_file", full)
+    assert main(["method=infinigen", *texts, *SHORT]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the cache {own_folder}/cache cannot be written" in line
+    assert "No space left" in line and "KV_HARNESS_CACHE" in line

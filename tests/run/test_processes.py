@@ -47,7 +47,7 @@ def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs):
     begun, ends = threading.Event(), threading.Event()
     said: list[str] = []
 
-    def say(line: str) -> None:
+    def tell(line: str) -> None:
         said.append(line)
         ends.set()
 
@@ -60,10 +60,10 @@ def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs):
     first = threading.Thread(target=run, args=(todo, Resources()))
     first.start()
     assert begun.wait(60)
-    assert run(todo, Resources(), say=say) == todo.path
+    assert run(todo, Resources(), tell=tell) == todo.path
     first.join()
     assert len(runs.configs) == 1
-    assert "another process is at it; waiting" in said[0] and "finished before, skipped" in said[-1]
+    assert "waiting, if another process is at it" in said[0] and "finished before, skipped" in said[-1]
 
 
 def test_processes_on_one_grid_end_with_the_tables_of_one(runs, configs):
@@ -170,10 +170,3 @@ def test_a_child_ends_with_its_parent(monkeypatch, tmp_path):
     while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < until, "it goes on without its parent"
         time.sleep(0.1)
-
-
-def test_a_process_that_memory_ended_is_said_so():
-    timed = Run.of(load(["experiment=latency"]))
-    said = str(all_runs.why_it_died(timed, -signal.SIGKILL))
-    assert said.startswith("its process ended (exit code -9, as systems do where memory runs out); lower batch_size")
-    assert "(exit code -11);" in str(all_runs.why_it_died(timed, -signal.SIGSEGV))

@@ -17,7 +17,6 @@ from harness.model.budgets import SHARES, ReadStats
 from harness.model.load import LoadedModel
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
-from harness.results.record import settings_id
 from harness.run.compose import load
 from harness.scoring.answers import Request, Score, Written, generate, score
 from harness.scoring.lm import ReplayLM, decode_rows
@@ -260,15 +259,6 @@ def test_a_template_writes_the_same_day_every_day(monkeypatch):
     monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
     turn = [{"role": "user", "content": "hello"}]
     assert language_model().apply_chat_template(turn) == "26 Jul 2024 00:00 hello"
-    ids = set()
-    for day, written in (("2024-07-26", "26 Jul 2024"), ("2026-02-03", "03 Feb 2026")):
-        config = load(["experiment=tasks", "apply_chat_template=true", f"chat_date={day}"])
-        lm = run_of("apply_chat_template=true", f"chat_date={day}")
-        assert lm.apply_chat_template(turn) == f"{written} 00:00 hello"
-        ids.add(settings_id(config, {}))
-    assert len(ids) == 2
-    with pytest.raises(UserError, match="^chat_date=tomorrow: must be a day such as 2024-07-26$"):
-        load(["experiment=tasks", "chat_date=tomorrow"])
 
 
 @pytest.mark.parametrize("given", ["^J", None])

@@ -28,8 +28,7 @@ from harness.scoring.perplexity import (
     summarize_texts,
 )
 from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
-from harness.settings.kinds import Outcome
-from harness.settings.rules import check
+from harness.settings.kinds import Outcome, check
 from harness.settings.task_config import SamplingConfig
 from methods.base import Method
 from methods.full import Full
