@@ -62,7 +62,6 @@ LINK_LAUNCHES = 3
 """Launches on the link's stream, a layer (benchmarks/NOTES.md)."""
 LIGHT_BITS = 4
 """Of a stored weight, where all else is as asked: what then fits without offloading."""
-NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +90,7 @@ class Option:
 
     @property
     def lost(self) -> float:
-        """Share of the full cache's right answers that are lost; NaN: not measured."""
+        """Share of the full cache's right answers that are lost."""
         return float(self.board["answers_lost"])
 
     @property
@@ -131,9 +130,7 @@ class Option:
         return served / self.step.seconds(served) if served else 0.0
 
     def total_at_hit_rate(self, hit_frac: float) -> float:
-        """Tokens/s of all users where a GPU cache has this share of the selected rows."""
-        if self.place != CACHED:
-            return self.total
+        """Tokens/s of all users where the GPU cache has this share of the selected rows."""
         return replace(self, step=replace(self.step, hit_frac=hit_frac)).total
 
     def with_weights(self, bits: float) -> Option:
@@ -165,8 +162,7 @@ class Option:
 
     @property
     def why_not(self) -> str:
-        """What of the question it does not meet; empty where it meets all. What was not measured
-        comes last."""
+        """What of the question it does not meet; empty where it meets all."""
         asked, wanted = self.asked.advise, self.asked.latency.batch_size
         if self.users < wanted:
             return f"holds {self.users} users"
@@ -174,8 +170,6 @@ class Option:
             return f"{1 / self.tpot_s:.1f} tokens/s for a user"
         if asked.ttft_s is not None and self.ttft_s[0] > asked.ttft_s:
             return f"a prompt takes {self.ttft_s[0]:.1f} s"
-        if math.isnan(self.lost):
-            return NOT_MEASURED
         if self.lost > asked.answers_lost:
             return f"loses {_points(self)}"
         if not self.was_asked_all:
@@ -213,7 +207,7 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
     left: dict[str, str] = {}
     rows = board_rows(config.latency.prompt_len + config.latency.gen_len)
     for row in bar([row for _, row in rows.iterrows()], desc="advice", unit="row"):
-        if math.isnan(row["answers_lost"]) and row["family"] != "codes":
+        if math.isnan(row["answers_lost"]):
             left[row["label"]] = "nobody measured the answers that it loses"
             continue
         try:
@@ -235,10 +229,8 @@ def board_rows(context: int) -> pd.DataFrame:
     Further columns: `answers_lost`, the share of the full cache's right answers that a row loses,
     NaN where nobody measured it; `most_questions`, of any row; `added_codec`, "" where it is the
     method's own; `key`, the method with it; `own_budget`, of the full cache and of codecs, which
-    have none to set. A format of the cache that the board lacks has a row without measurements.
+    have none to set.
     """
-    import pandas as pd  # here, as a command's help needs no pandas
-
     board = read_frame(BOARD)
     board["own_budget"] = board["family"].isin(OWN_BUDGET)
     can_have = board["own_budget"] | (board["apart"] == "")  # it cannot have this budget, else
@@ -251,13 +243,6 @@ def board_rows(context: int) -> pd.DataFrame:
     same = fitting.groupby([board["label"], budget], sort=False, dropna=False)
     rows = board.loc[same.idxmax()]
     rows = rows.sort_values("method", key=lambda methods: methods != "full", kind="stable")
-    formats = []
-    for name in KNOWN["codecs"]:
-        if name not in set(rows["method"]):
-            _, file = shipped(name)
-            row = {"label": file["title"], "method": name, "codec": file["codec"]}
-            formats.append(row | {"family": "codes", "dense_numbers": "", "own_budget": True})
-    rows = pd.concat([rows, pd.DataFrame(formats)], ignore_index=True)
     has_own_codec = rows["method"].map(lambda method: "codec" in shipped(method)[1])
     added = rows["codec"].mask(has_own_codec, "")
     key = rows["method"] + ("+" + added).where(added != "", "")
@@ -358,14 +343,10 @@ def recommendation(options: Sequence[Option]) -> list[str]:
     """One sentence, the command, and what would change it."""
     meeting = [option for option in options if not option.why_not]
     if not meeting:
-        lines = ["Recommendation: none. No method that was measured meets all that is asked."]
-        unmeasured = [option for option in options if option.why_not == NOT_MEASURED]
-        for other in unmeasured[:1]:
-            speed = f"{_each(other)} tokens/s for each of {other.served} (modelled)"
-            lines.append(f"But for its answers, which were not measured, {_named(other)}: {speed}.")
         # Serves the most of the users, then loses no more answers than allowed, then is fastest.
         nearest = max(options, key=lambda one: (one.served, one.loses_little, -one.tpot_s))
-        return [*lines, f"The nearest is {_named(nearest)}: {nearest.why_not}."]
+        none = "Recommendation: none. No method that was measured meets all that is asked."
+        return [none, f"The nearest is {_named(nearest)}: {nearest.why_not}."]
     best = meeting[0]
     speed = f"{_each(best)} tokens/s for each of {best.served} and {_all(best)} in all (modelled)"
     first = (
@@ -405,14 +386,6 @@ def _changes(best: Option, options: Sequence[Option], meeting: Sequence[Option])
     stricter = [option for option in meeting if option.lost <= best.lost / 2]
     if best.lost > 0 and stricter:
         yield f"A limit of {_points(stricter[0])}: {in_all(stricter[0])}."
-    faster = [one for one in options if one.served >= best.served and one.tpot_s < best.tpot_s]
-    looser = [option for option in faster if option.lost > best.asked.advise.answers_lost]
-    if looser:
-        other = min(looser, key=lambda option: option.lost)
-        yield f"A limit of {_points(other)}: {in_all(other)}."
-    unmeasured = [option for option in options if option.why_not == NOT_MEASURED]
-    if unmeasured and unmeasured[0].tpot_s < best.tpot_s:
-        yield f"If its answers were measured: {in_all(unmeasured[0])}."
     if best.step.weight_bits > LIGHT_BITS:
         light = [one.with_weights(LIGHT_BITS) for one in on_device]
         light = [one for one in light if one.served >= best.served]
@@ -427,15 +400,9 @@ def _changes(best: Option, options: Sequence[Option], meeting: Sequence[Option])
         shares = " to ".join(f"{100 * hit_frac:.0f} %" for hit_frac in HIT_RANGE)
         found = f"with {shares} of the rows found there {low:.0f} to {high:.0f} tokens/s in all"
         yield f"The GPU cache: {found}."
-        other = max(meeting, key=lambda option: option.total_at_hit_rate(HIT_RANGE[0]))
-        at_low_end = other.total_at_hit_rate(HIT_RANGE[0])
-        if at_low_end > low:
-            yield f"At the low end {_named(other)} is faster, with {at_low_end:.0f}."
 
 
 def _points(option: Option) -> str:
-    if math.isnan(option.lost):
-        return NOT_MEASURED
     return f"{round(100 * option.lost, 1) + 0.0:.1f} points"  # not -0.0
 
 
@@ -471,36 +438,25 @@ def _gib(option: Option, memory: str) -> str:
     return f"{getattr(needs, memory) / GIB:.1f}"
 
 
-def _questions(option: Option) -> str:
-    """Questions of the board that it was asked."""
-    number = option.board["num_questions"]
-    return f"{number:.0f}" if number > 0 else MISSING
-
-
 def _lost(option: Option) -> str:
     """Points of the answers that are lost, and of how many questions where others had more."""
-    points, number = _points(option).removesuffix(" points"), _questions(option)
-    is_less = number != MISSING and not option.was_asked_all
-    return f"{points} ({number} questions)" if is_less else points
+    points = _points(option).removesuffix(" points")
+    number = option.board["num_questions"]
+    return points if option.was_asked_all else f"{points} ({number:.0f} questions)"
 
 
-SPEEDS: dict[str, Column] = {
-    "users that fit": lambda option: str(option.users),
-    "tokens/s of a user": _each,
-    "tokens/s of all": _all,
-}
-LOST: dict[str, Column] = {"answers lost (points)": _lost}
 COLUMNS: dict[str, Column] = {
     LABEL.heading: lambda option: option.label,
     "rows lie": lambda option: option.place,
     "budget (%)": lambda option: BUDGET.show(option.step.budget),
-    **SPEEDS,
+    "users that fit": lambda option: str(option.users),
+    "tokens/s of a user": _each,
+    "tokens/s of all": _all,
     "of all, this code": _own,
     "device (GiB)": lambda option: _gib(option, "device"),
     "host (GiB)": lambda option: _gib(option, "host"),
     RATIO.heading: lambda one: RATIO.show(0.0 if one.key == "full" else one.board["ratio"]),
-    **LOST,
-    "questions": _questions,
+    "answers lost (points)": _lost,
 }
 
 
@@ -512,7 +468,7 @@ def sheets(options: Sequence[Option]) -> list[Sheet]:
     others: dict[str, Option] = {}
 
     def serves(option: Option) -> tuple[int, float]:
-        return option.served, -(_known(option.lost) or 0.0)
+        return option.served, -option.lost
 
     for option in options:
         if not option.why_not:
@@ -522,26 +478,14 @@ def sheets(options: Sequence[Option]) -> list[Sheet]:
     shown = {option.label for option in (*whole, *meeting.values())}
     missing = [option for option in others.values() if option.label not in shown]
     because: dict[str, Column] = {"why not": lambda option: option.why_not}
-    found = [_without_offloading(whole)]
+    title = "On the device, nothing offloaded (speeds modelled)"
+    found = [sheet_of(title, whole, COLUMNS)]
     if meeting:
         title = "Meets all that is asked (speeds modelled)"
         found.append(sheet_of(title, meeting.values(), COLUMNS))
     if missing:
         found.append(sheet_of("Does not (speeds modelled)", missing, COLUMNS | because))
     return found
-
-
-def _without_offloading(whole: Sequence[Option]) -> Sheet:
-    """The options, and beside them the same with weights in few bits where more are asked for."""
-    shown = {name: COLUMNS[name] for name in (LABEL.heading, "budget (%)", *SPEEDS)} | LOST
-    sheet = sheet_of("On the device, nothing offloaded (speeds modelled)", whole, shown)
-    if whole[0].step.weight_bits <= LIGHT_BITS:
-        return sheet
-    light = {f"{name}, weights of {LIGHT_BITS} bits": show for name, show in SPEEDS.items()}
-    beside = sheet_of("", [option.with_weights(LIGHT_BITS) for option in whole], light).table
-    for heading in beside:
-        sheet.table.insert(sheet.table.shape[1] - len(LOST), heading, beside[heading])
-    return sheet
 
 
 def as_data(options: Sequence[Option]) -> dict[str, Any]:
@@ -560,13 +504,9 @@ def as_data(options: Sequence[Option]) -> dict[str, Any]:
     }
 
 
-def _known(number: float) -> float | None:
-    return None if math.isnan(number) else float(number)
-
-
 def _data(option: Option) -> dict[str, Any]:
     needs = option.step.capacity.needs(max(1, option.served))
-    num_questions = option.board["num_questions"]
+    ratio = 0.0 if option.key == "full" else float(option.board["ratio"])
     return {
         "label": option.label,
         "settings": list(option.words),
@@ -581,9 +521,9 @@ def _data(option: Option) -> dict[str, Any]:
         "ttft_s": option.ttft_s,
         "device_bytes": needs.device,
         "host_bytes": needs.host,
-        "kl_over_the_oracles": _known(option.board["ratio"]),
-        "answers_lost": _known(option.lost),
-        "num_questions": None if math.isnan(num_questions) else int(num_questions),
+        "kl_over_the_oracles": ratio,
+        "answers_lost": option.lost,
+        "num_questions": int(option.board["num_questions"]),
         "why_not": option.why_not,
     }
 

@@ -75,7 +75,7 @@ def rows(printed: str) -> list[list[str]]:
 
 
 def test_jobs_whose_peers_are_installed_have_equal_results(model, capsys):
-    jobs = ["--jobs", "perplexity", "choices", "texts", "decode", "question", "quantized"]
+    jobs = ["--jobs", "perplexity", "choices", "texts", "decode", "question"]
     assert peers.main([model, *jobs, "--methods", "h2o"]) == 0
     printed, told = capsys.readouterr()
     found = rows(printed)
@@ -84,8 +84,7 @@ def test_jobs_whose_peers_are_installed_have_equal_results(model, capsys):
     assert equal == [("perplexity", "yes"), *tasks, ("decode", "yes"), ("decode", "yes")]
     assert found[1][1] == "1 questions, full" and found[2][1] == "1 questions, h2o"
     assert found[3][2] in ("HFLM, batch 1", "HFLM, batch 4"), "no batch is much larger than the requests are many"
-    for job in ("question", "quantized"):
-        assert f"{job} is skipped: give --peers-python PATH" in told
+    assert "question is skipped: give --peers-python PATH" in told
 
 
 def test_a_window_is_replayed_under_each_method_and_the_full_cache(model, capsys):
@@ -102,13 +101,12 @@ def test_answers_are_those_of_the_peers_process(model, tmp_path, monkeypatch, ca
     other = {"__missing__": lambda *_: ("KnormPress", {"sign": -1}, [])}  # no rule of ours, and not of the sweep
     monkeypatch.setattr(peers, "ASKED", ("knorm", "keydiff"))
     monkeypatch.setattr(peers, "PRESSES", type("Presses", (dict,), other)(knorm=peers.PRESSES["knorm"]))
-    jobs = ["--jobs", "question", "sweep", "quantized", "--peers-python", sys.executable]
+    jobs = ["--jobs", "question", "sweep", "--peers-python", sys.executable]
     assert peers.main([model, *jobs]) == 2
     printed, told = capsys.readouterr()
     equal = [(cells[0], cells[-1]) for cells in rows(printed)]
     assert equal == [("question", "yes"), ("question", "NO"), ("sweep", "yes")]
     assert "question, keydiff, 200 tokens: not equal to kvpress" in told
-    assert "quantized: failed, " in told, "the packages of its peers are not here"
 
 
 def test_a_job_that_fails_and_a_loss_that_differs_are_told_and_the_others_go_on(model, monkeypatch, capsys):
