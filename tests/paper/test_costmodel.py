@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import UserError
 from harness.model.shape import FFN_MATRICES, ModelShape, as_config, count_weights, load_shape, read_yaml
 from harness.paper.costmodel import published
 from harness.paper.costmodel.__main__ import main
@@ -19,7 +18,6 @@ from harness.paper.costmodel.predict import (
     BlockTimes,
     Case,
     Layer,
-    Platform,
     Work,
     block_ends,
     decode_block,
@@ -29,7 +27,7 @@ from harness.paper.costmodel.predict import (
 )
 from harness.results import columns
 from harness.settings.paths import SHIPPED
-from harness.settings.schema import CONF_DIR, build
+from harness.settings.schema import CONF_DIR
 from methods.base import TokenCounts
 from methods.codecs.integers import IntegerCodec
 from methods.h2o import H2O
@@ -181,15 +179,3 @@ def test_the_shipped_predictions_are_made_again(tmp_path, capsys):
     assert paths == [tmp_path / "tables" / f"{figure}-modelled.csv" for figure in published.FIGURES]
     for path in (*paths, *(path.with_suffix(".md") for path in paths)):
         assert path.read_bytes() == (SHIPPED / "tables" / path.name).read_bytes()
-
-
-def test_bad_names_rates_and_folders_are_refused(capsys, tmp_path):
-    (tmp_path / "file").touch()
-    assert main(["--write", "--results-dir", str(tmp_path / "file")]) == 2
-    assert re.fullmatch("error: results_dir: .*\n", capsys.readouterr().err)
-    with pytest.raises(UserError, match="model=opt-14b"):
-        load_shape("opt-14b")
-    with pytest.raises(UserError, match="model=gemma3-270m: the cost model knows opt, .*, and not gemma3_text"):
-        load_shape("gemma3-270m")
-    with pytest.raises(UserError, match=r"platform\.link_bytes_per_s=0.0: must be above 0"):
-        build(Platform, vars(A6000) | {"link_bytes_per_s": 0.0}, "platform")

@@ -131,8 +131,8 @@ def calibrate(
     Beside the file's columns are `predicted`, and `ratio` of predicted to published.
     """
     numbers = published().query("figure in @figures").astype({"value": float})
-    found = numbers.apply(quantity, axis=1, efficiency=efficiency).astype(float)
-    numbers = numbers.assign(predicted=found).dropna(subset="predicted")
+    predicted = [quantity(row, efficiency) for _, row in numbers.iterrows()]
+    numbers = numbers.assign(predicted=np.array(predicted, float)).dropna(subset="predicted")
     return numbers.assign(ratio=numbers.predicted / numbers.value)
 
 
