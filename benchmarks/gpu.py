@@ -1,11 +1,11 @@
 """How fast KV-cache offloading can be on this machine, and how near each system comes.
 
     python -m benchmarks.gpu                      results in outputs/gpu-<device>, in under 10 minutes on an H200
-    python -m benchmarks.gpu --parts link,gather,pin
-    python -m benchmarks.gpu --parts steps --shapes 8x1920 --labels ideal,infinigen
+    python -m benchmarks.gpu --parts link gather pin
+    python -m benchmarks.gpu --parts steps --shapes 8x1920 --labels ideal infinigen
     python -m benchmarks.gpu --trace step.json.gz --labels infinigen2     a decode step under torch's profiler instead
     python -m benchmarks.gpu --platform cpu       the same parts in seconds: tiny model, emulated link
-    python -m benchmarks.gpu --platform cpu --model smollm2-135m --shapes 8x1024 platform.link_gbps=0.3
+    python -m benchmarks.gpu platform.link_gbps=0.3 --platform cpu --model smollm2-135m --shapes 8x1024
 
 Parts, in this order:
 
@@ -34,8 +34,6 @@ and filelock, and the wheels that the first line makes on a machine of the same 
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import re
 import statistics
 import sys
@@ -54,13 +52,13 @@ from harness.decode.links import open_link
 from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning
 from harness.decode.session import LiveSession
 from harness.decode.store import Chosen, KVStore, RowFormat, indices
-from harness.errors import UserError, exit_code, nearest, reason
+from harness.errors import UserError, exit_code, reason
 from harness.files import write_atomic
 from harness.model.load import Resources, require_kernels
 from harness.results.record import read_record
 from harness.run.all_runs import run_all
 from harness.run.compose import load
-from harness.run.runner import Run, report, require_devices
+from harness.run.runner import report, require_devices
 from harness.settings.codecs import codec_named
 from harness.settings.config import RunConfig
 from harness.settings.paths import RESULTS
@@ -74,7 +72,7 @@ PARTS = ("link", "gather", "pin", "steps")
 ON_A_GPU = [label for label in COUNTED if label not in ON_A_DISK]
 SYSTEMS = tuple(sorted(ON_A_GPU, key=lambda label: not LABELS[label].pinned))
 """Every system whose transfers are counted, the slowest, of pageable memory, last: time may run out."""
-DEFAULTS = {"cuda": ("opt-13b", "8x1920,20x1920"), "cpu": (None, "2x48,1x24")}
+DEFAULTS = {"cuda": ("opt-13b", ["8x1920", "20x1920"]), "cpu": (None, ["2x48", "1x24"])}
 """Model and shapes by platform; no model is a tiny one of OPT's."""
 TINY = [
     "model=opt-125m", "model.shape.num_hidden_layers=3", "model.shape.hidden_size=64", "model.shape.ffn_dim=128",
@@ -98,8 +96,6 @@ WARM_UP = 3
 SHOWN = 30
 """Kernels of the profile's table."""
 STEP = "decode step"
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of a Chrome trace that are work of the device."""
 
 
 # Rates
@@ -229,19 +225,16 @@ def time_steps(options: argparse.Namespace, out: Path, until_s: float) -> None:
     until_s: when no further run begins, by `time.perf_counter`. Raises UserError where runs are left."""
     from plots import draw_figures
 
-    ideal = []  # for the floors, also where it was timed by an earlier command
     configs = []
     for shape in options.shapes:
         configs += [run_config(options, shape, label, out) for label in options.labels]
-        ideal.append(Run.of(run_config(options, shape, "ideal", out)))
     paths: list[Path] = []
     try:
         for path in run_all(configs):
             paths.append(path)
             if len(paths) < len(configs) and time.perf_counter() > until_s:
                 raise UserError("--minutes are spent: runs are left; the same command goes on")
-            shown = dict.fromkeys([*(run.path for run in ideal if run.is_finished()), *paths])
-            print(f"\n{render_floors([read_record(path) for path in shown])}\n", flush=True)
+            print(f"\n{render_floors([read_record(path) for path in paths])}\n", flush=True)
     finally:
         if paths:
             print(report(paths), *draw_figures(out), sep="\n")
@@ -287,7 +280,7 @@ def render_floors(records: Sequence[dict[str, Any]]) -> str:
 
 def trace_step(config: RunConfig, path: Path) -> None:
     """Profile a decode step of the run that `config` describes. Writes a Chrome trace to `path`, compressed where it
-    ends with .gz, and prints the step's time without the profiler, its kernels, and how busy each stream was.
+    ends with .gz, and prints the step's time without the profiler, and its kernels.
     """
     loaded, shape = Resources().model(config.model), config.latency
     with (
@@ -305,7 +298,6 @@ def trace_step(config: RunConfig, path: Path) -> None:
         peak_gib = torch.cuda.max_memory_allocated() / GIB
         print(f"peak of the device {peak_gib:.2f} GiB, page-locked {pinned_gib:.2f} GiB")
     print(found.key_averages().table(sort_by=order, row_limit=SHOWN, max_name_column_width=90))
-    print(render_streams(read_trace(path)))
 
 
 def _profiled(session: LiveSession, ids: torch.Tensor) -> profile:
@@ -333,51 +325,14 @@ def _profiled(session: LiveSession, ids: torch.Tensor) -> profile:
     return found
 
 
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a Chrome trace."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as stream:
-        events: list[dict[str, Any]] = json.load(stream)["traceEvents"]
-    return events
-
-
-def render_streams(events: list[dict[str, Any]]) -> str:
-    """A line for each CUDA stream of a trace: its pieces of work, and how long it was busy and idle between them."""
-    work = pd.DataFrame([event | event["args"] for event in events if event.get("cat") in ON_DEVICE])
-    if work.empty:
-        return "no work of a GPU in the trace"
-    lines = []
-    for stream, pieces in work.sort_values("ts").groupby("stream"):
-        ends = pieces["ts"] + pieces["dur"]
-        gaps = (pieces["ts"] - ends.shift()).iloc[1:].clip(lower=0)
-        median_us = gaps.median() if len(gaps) else 0.0
-        lines.append(
-            f"stream {stream}: {len(pieces)} kernels and copies, busy {pieces['dur'].sum() / 1e3:.2f} ms, "
-            f"idle between them {gaps.sum() / 1e3:.2f} ms (median gap {median_us:.1f} us)"
-        )
-    return "\n".join(lines)
-
-
 # The command
 
 
-def words(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-    """Reads words between commas, of those that are allowed."""
-
-    def read(text: str) -> list[str]:
-        for word in text.split(","):
-            if word not in allowed:
-                raise argparse.ArgumentTypeError(f"{word!r} is none; {nearest(word, allowed)}")
-        return text.split(",")
-
-    return read
-
-
-def shapes(text: str) -> list[str]:
-    """Reads batch sizes and prompt lengths, such as 8x1920,20x1920."""
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text}: must be batch size x prompt length, as in 8x1920,20x1920")
-    return text.split(",")
+def shape(text: str) -> str:
+    """Checks a batch size and a prompt length, such as 8x1920."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text}: must be batch size x prompt length, as in 8x1920")
+    return text
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -386,17 +341,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--platform", choices=tuple(DEFAULTS), default="cuda", help="cpu: emulated link")
     parser.add_argument("--out", metavar="DIR", help="folder of the results; default: outputs/gpu-<device>")
     parser.add_argument("--minutes", type=float, default=10, help="after which no further run begins, but the first")
-    parser.add_argument("--parts", type=words(PARTS), metavar="link,...", help=f"default: {','.join(PARTS)}")
-    parser.add_argument(
-        "--labels", type=words(SYSTEMS), metavar="infinigen,...", help="default: all whose transfers are counted"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all")
+    parser.add_argument("--labels", nargs="+", choices=SYSTEMS, help="default: all whose transfers are counted")
     parser.add_argument("--model", help="a shape under conf/model; default: opt-13b, on the CPU a tiny one")
-    parser.add_argument("--shapes", type=shapes, metavar="8x1920,...", help="batch size x prompt length")
+    parser.add_argument("--shapes", nargs="+", type=shape, metavar="8x1920", help="batch size x prompt length")
     parser.add_argument("--trace", metavar="FILE", help="profile a decode step instead: first label, first shape")
     parser.add_argument("settings", nargs="*", help="settings of every run, as on run.py's command line")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     model, default_shapes = DEFAULTS[options.platform]
-    options.model, options.shapes = options.model or model, options.shapes or shapes(default_shapes)
+    options.model, options.shapes = options.model or model, options.shapes or default_shapes
     options.labels = options.labels or (["infinigen"] if options.trace else [*SYSTEMS])
     options.parts = options.parts or [part for part in PARTS if part != "pin" or options.platform == "cuda"]
     return options

@@ -1,4 +1,4 @@
-"""What a peer does, timed: decode steps of transformers' caches, and questions to kvpress's pipeline.
+"""What a peer does, timed: questions to kvpress's pipeline.
 
 kvpress asks for transformers < 5.3, so it runs under an interpreter of its own: `Peer` starts this file there and
 hands it calls. Nothing of this project is imported here.
@@ -39,25 +39,6 @@ class Timed(NamedTuple):
     result: Any
 
 
-def decode(model: Any, cache: Any, token: Any, warm_up: int, steps: int) -> Timed:
-    """Decode greedily on a transformers cache that holds a prompt.
-
-    token: the first new one, int [batch]. The steps after `warm_up` are timed. The result is the new tokens, a list for
-    each sequence. A step is the forward pass that `generate` makes for every token.
-    """
-    import torch
-
-    found = [token]
-    with torch.inference_mode():
-        for step in range(warm_up + steps):
-            if step == warm_up:
-                began = Took.now()
-            logits = model(input_ids=found[-1][:, None], past_key_values=cache, use_cache=True).logits
-            found.append(logits[:, -1].argmax(-1))
-        took = Took.now().since(began)
-    return Timed(took, torch.stack(found, 1).tolist())
-
-
 class Worker:
     """The calls that a peer's process answers, on the model in a folder."""
 
@@ -68,16 +49,6 @@ class Worker:
         disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
-
-    def decode(self, backend: str, ids: list[list[int]], warm_up: int, steps: int) -> Timed:
-        """Steps on a `QuantizedCache` of 4 bits; its prompt is not timed."""
-        import torch
-        from transformers import QuantizedCache
-
-        with torch.inference_mode():
-            cache = QuantizedCache(backend, self.model.config, nbits=4)
-            logits = self.model(torch.tensor(ids), past_key_values=cache, logits_to_keep=1).logits
-        return decode(self.model, cache, logits[:, -1].argmax(-1), warm_up, steps)
 
     def tokens(self, context: str, question: str) -> list[list[int]]:
         """The tokens of a context and of a question, as the pipeline makes them."""

@@ -13,7 +13,6 @@ choices     5-shot multiple choice, the full cache,         lm-eval's HFLM at it
             and the methods of --methods
 texts       generated answers, as above                     the same
 decode      live steps of the full cache                    transformers' DynamicCache
-quantized   live steps of int4                              transformers' QuantizedCache by quanto, by HQQ
 sweep       four methods on one prompt, whose dense pass    kvpress's pipeline, once for each press
             they share
 replay      a window under the methods of --methods         the same under the full cache, by torch's fused
@@ -25,10 +24,10 @@ the method; `replay` times the prompt, the rows and the output head alone. Model
 rule the results must be equal: texts, log-likelihoods within 1e-3, losses within 1e-4. Exit code 2 if they are not, or
 where a job failed. The last line has the peak of this process's memory.
 
-Settings are those of every run, such as the model. kvpress asks for an older transformers than this project's, so it,
-quanto and HQQ run under an interpreter of their own, with the very torch that runs here:
+Settings are those of every run, such as the model. kvpress asks for an older transformers than this project's, so it
+runs under an interpreter of its own, with the very torch that runs here:
 
-    python -m venv ~/peers && ~/peers/bin/pip install torch==VERSION kvpress==0.5.5 optimum-quanto hqq
+    python -m venv ~/peers && ~/peers/bin/pip install torch==VERSION kvpress==0.5.5
 
 glibc gives freed memory back to the system, and each page of it is zeroed anew. To compare without that:
 
@@ -57,7 +56,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
-from benchmarks.peer_process import Peer, PeerError, Timed, Took, decode
+from benchmarks.peer_process import Peer, PeerError, Timed, Took
 from harness.data.generated import offline_sentences
 from harness.data.text import offline_text, token_ids, windows_of
 from harness.errors import UserError, exit_code, reason
@@ -89,8 +88,6 @@ PRESSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 """By method: kvpress's class and its settings, and the settings that make ours the same rule."""
 ASKED = ("snapkv", "expected")
-BACKENDS = ("quanto", "hqq")
-"""Of QuantizedCache."""
 BATCH_SIZES = (1, 4, 8, 16)
 """Of HFLM."""
 HEAD_ROWS = 128
@@ -352,30 +349,24 @@ def decode_full(bench: Bench) -> Iterator[Comparison]:
     config = bench.config("experiment=latency", "method=full", "placement=device")
     for case, prompt in prompts(bench):
 
+        @torch.inference_mode()
         def theirs(prompt: SharedPrompt = prompt) -> Timed:
+            """The forward passes that `generate` makes for every token."""
             cache = DynamicCache(config=model.config)
             for layer, states in enumerate(prompt.prompt.layers):
                 cache.update(states.key, states.value, layer)
-            token = model.get_output_embeddings()(prompt.prompt.hidden).argmax(-1)
-            return decode(model, cache, token, bench.sizes.warm_up, bench.sizes.steps)
+            found = [model.get_output_embeddings()(prompt.prompt.hidden).argmax(-1)]
+            for step in range(bench.sizes.warm_up + bench.sizes.steps):
+                if step == bench.sizes.warm_up:
+                    began = Took.now()
+                logits = model(input_ids=found[-1][:, None], past_key_values=cache, use_cache=True).logits
+                found.append(logits[:, -1].argmax(-1))
+            tokens = torch.stack(found, 1).tolist()  # waits for a GPU
+            return Timed(Took.now().since(began), tokens)
 
         contestants = {OURS: partial(live_steps, bench, prompt, config), peer: theirs}
         times, tokens = in_turn(case, contestants, bench.sizes.rounds)
         yield Comparison(case, peer, times[OURS], times[peer], tokens[OURS] == tokens[peer])
-
-
-def quantized(bench: Bench) -> Iterator[Comparison]:
-    """Steps of a cache in 4 bits. transformers' keeps the last 128 tokens as they are, and decodes all others anew."""
-    config = bench.config("experiment=latency", "method=int4", "placement=device")
-    sizes = bench.sizes
-    for case, prompt in prompts(bench):
-        contestants: dict[str, Callable[[], Any]] = {OURS: partial(live_steps, bench, prompt, config)}
-        for backend in BACKENDS:
-            asked = {"ids": prompt.prompt.ids.tolist(), "warm_up": sizes.warm_up, "steps": sizes.steps}
-            contestants[backend] = partial(bench.peer.timed, "decode", backend=backend, **asked)
-        times, _ = in_turn(case, contestants, bench.sizes.rounds)
-        for backend in BACKENDS:
-            yield Comparison(case, f"QuantizedCache, {backend}", times[OURS], times[backend], None)
 
 
 def replay(bench: Bench) -> Iterator[Comparison]:
@@ -411,11 +402,10 @@ JOBS: dict[str, Callable[[Bench], Iterator[Comparison]]] = {
     "choices": choices,
     "texts": texts,
     "decode": decode_full,
-    "quantized": quantized,
     "sweep": sweep,
     "replay": replay,
 }
-BY_PEERS = ("question", "sweep", "quantized")
+BY_PEERS = ("question", "sweep")
 """Jobs whose peer runs under the interpreter of `--peers-python`."""
 
 
@@ -476,7 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="timed rounds; default 3")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--methods", nargs="*", default=["h2o", "infinigen2"], help="beside the full cache")
-    parser.add_argument("--peers-python", metavar="PATH", help="interpreter with kvpress, optimum-quanto and hqq")
+    parser.add_argument("--peers-python", metavar="PATH", help="interpreter with kvpress")
     return exit_code(partial(compare, parser.parse_intermixed_args(argv)))
 
 

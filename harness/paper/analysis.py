@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from harness.data.text import calibration_ids, corpus_ids, first_window_offset, start_ids
-from harness.errors import UserError, refused
+from harness.errors import UserError
 from harness.files import cache_dir
 from harness.model.attach import attach
 from harness.model.attached import Attached
@@ -27,16 +27,13 @@ from harness.model.attention import ROWS, SCORES_PER_CHUNK
 from harness.model.load import LoadedModel, model_config
 from harness.model.passes import LayerPrompt
 from harness.model.prompts import PromptPass, cached_calibration
-from harness.model.shape import FFN_MATRICES, WEIGHT_BYTES, count_weights
+from harness.model.shape import FFN_MATRICES, WEIGHT_BYTES, ModelShape, count_weights
 from harness.settings.config import RunConfig
 from harness.settings.kinds import Outcome
 from methods.attention import Softmax
 from methods.base import Geometry, Lengths, Method, PromptRows, QueryRows, TokenCounts
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 MASS = 0.9
 SMALL = 0.01
@@ -484,40 +481,17 @@ def run_memory(config: RunConfig) -> Outcome:
     """Figure 2: bytes of the KV cache beside those of the weights, in fp16: (a) against the
     sequence length at batch 16, (b) against the batch size at 2,048 tokens, as in the paper.
 
-    No weights are read: the model is built without memory to count them. UserError where its shape
-    is not known.
+    No weights are read: the model is built without memory to count them. UserError where its layers
+    are not all alike.
     """
-    name, described = f"model {config.model.name}", model_config(config.model)
-    weights = WEIGHT_BYTES * count_weights(name, described)
+    name, described = config.model.name, model_config(config.model)
+    weights = WEIGHT_BYTES * count_weights(f"model {name}", described)
+    shape = ModelShape.from_config(name, described.to_dict())
     cells = [("seq_len", seq_len, BATCH_SIZE, seq_len) for seq_len in SEQ_LENS]
     cells += [("batch_size", batch_size, batch_size, SEQ_LEN) for batch_size in BATCH_SIZES]
     points = []
-    with refused(f"{name}: its configuration does not tell the size of its KV cache"):
-        for x_name, x, batch_size, seq_len in cells:
-            cached = kv_bytes(described, batch_size, seq_len)
-            points.append(Point("KV cache", "bytes", cached, x_name, x))
-            points.append(Point("weights", "bytes", weights, x_name, x))
+    for x_name, x, batch_size, seq_len in cells:
+        cached = batch_size * seq_len * shape.num_layers * shape.token_bytes
+        points.append(Point("KV cache", "bytes", cached, x_name, x))
+        points.append(Point("weights", "bytes", weights, x_name, x))
     return Outcome({"source": "modelled", "points": [point._asdict() for point in points]})
-
-
-def kv_bytes(described: PreTrainedConfig, batch_size: int, seq_len: int) -> int:
-    """Bytes of the full KV cache of `batch_size` sequences of `seq_len` tokens.
-
-    A sliding layer caches its window only; multi-head latent attention caches one latent and one
-    rotary key for all heads. A recurrent layer (linear attention, state space) caches no tokens,
-    and its state is not counted.
-    """
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    elements = 0
-    caches = DynamicCache(config=described).layers
-    for layer, cached in zip(described.per_layer_config, caches, strict=True):
-        if not isinstance(cached, DynamicLayer):
-            continue
-        heads = layer.num_attention_heads
-        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        of_token = 2 * (getattr(layer, "num_key_value_heads", None) or heads) * head_dim
-        if latent := getattr(layer, "kv_lora_rank", None):
-            of_token = latent + layer.qk_rope_head_dim
-        elements += of_token * min(seq_len, getattr(cached, "sliding_window", None) or seq_len)
-    return batch_size * elements * WEIGHT_BYTES

@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.decode.memory import GIB
-from harness.decode.needs import largest_batch
+from harness.decode.needs import Needs, largest_batch
 from harness.errors import UserError
-from harness.files import write_atomic
 from harness.model.shape import read_yaml
 from harness.results.columns import read_frame
 from harness.results.metrics import BUDGET, LABEL, MISSING, RATIO
@@ -52,17 +51,18 @@ HIT_FRAC = 0.89
 """Share of the selected rows that such a cache had, where none is given: InfiniGen2 at 10 % on
 SmolLM2, 1,024 tokens (docs/results.md)."""
 HIT_RANGE = (0.60, 0.95)
+OF_RUN = ("method", "budget", "placement", "gpu_cache")
+"""How the settings of a run begin, beside those of a question."""
 DEVICE, CACHED = "device", "host, GPU cache"
 PLACES: dict[str, dict[str, Any]] = {
     DEVICE: {"placement": "device", "gpu_cache": 0},
     "host": {"placement": "host", "gpu_cache": 0},
     CACHED: {"placement": "host", "gpu_cache": ROWS},
 }
-LINK_LAUNCHES = 3
-"""Launches on the link's stream, a layer (benchmarks/NOTES.md)."""
+OFF = 1.6
+"""Times by which a modelled speed is off from one that others saw where an answer says so."""
 LIGHT_BITS = 4
 """Of a stored weight, where all else is as asked: what then fits without offloading."""
-NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class Option:
 
     @property
     def lost(self) -> float:
-        """Share of the full cache's right answers that are lost; NaN: not measured."""
+        """Share of the full cache's right answers that are lost."""
         return float(self.board["answers_lost"])
 
     @property
@@ -106,8 +106,13 @@ class Option:
 
     @cached_property
     def tpot_s(self) -> float:
-        """Seconds of an engine's step, whose kernels are launched at once (CUDA graphs)."""
+        """Seconds of an engine's step: fused kernels in one CUDA graph."""
         return self.step.seconds(self.served) if self.served else math.inf
+
+    @property
+    def each(self) -> float:
+        """Tokens/s of a user."""
+        return 1 / self.tpot_s
 
     @property
     def total(self) -> float:
@@ -115,14 +120,22 @@ class Option:
         return self.served / self.tpot_s
 
     @property
+    def needs(self) -> Needs:
+        """The bytes of the users of the speed columns, of one at least."""
+        return self.step.capacity.needs(max(1, self.served))
+
+    @property
+    def ratio(self) -> float:
+        """KL to the full cache over the oracle's."""
+        return 0.0 if self.key == "full" else float(self.board["ratio"])
+
+    @property
     def own_total(self) -> float | None:
         """Tokens/s of all users by this code; None where its launches were not counted."""
         launches = KNOWN["launches"].get(self.key)
         if launches is None or not self.served:
             return None
-        full_layer, on_device = KNOWN["launches"]["full"][0], self.place == DEVICE
-        link = 0 if on_device else LINK_LAUNCHES
-        host_s = self.step.host_seconds(full_layer, launches[0 if on_device else 1], link)
+        host_s = self.step.host_seconds(launches[0 if self.place == DEVICE else 1])
         return self.served / max(self.tpot_s, host_s)
 
     def total_at(self, users: int) -> float:
@@ -131,9 +144,7 @@ class Option:
         return served / self.step.seconds(served) if served else 0.0
 
     def total_at_hit_rate(self, hit_frac: float) -> float:
-        """Tokens/s of all users where a GPU cache has this share of the selected rows."""
-        if self.place != CACHED:
-            return self.total
+        """Tokens/s of all users where the GPU cache has this share of the selected rows."""
         return replace(self, step=replace(self.step, hit_frac=hit_frac)).total
 
     def with_weights(self, bits: float) -> Option:
@@ -165,17 +176,14 @@ class Option:
 
     @property
     def why_not(self) -> str:
-        """What of the question it does not meet; empty where it meets all. What was not measured
-        comes last."""
+        """What of the question it does not meet; empty where it meets all."""
         asked, wanted = self.asked.advise, self.asked.latency.batch_size
         if self.users < wanted:
             return f"holds {self.users} users"
-        if asked.tokens_per_s is not None and 1 / self.tpot_s < asked.tokens_per_s:
-            return f"{1 / self.tpot_s:.1f} tokens/s for a user"
+        if asked.tokens_per_s is not None and self.each < asked.tokens_per_s:
+            return f"{self.each:.1f} tokens/s for a user"
         if asked.ttft_s is not None and self.ttft_s[0] > asked.ttft_s:
             return f"a prompt takes {self.ttft_s[0]:.1f} s"
-        if math.isnan(self.lost):
-            return NOT_MEASURED
         if self.lost > asked.answers_lost:
             return f"loses {_points(self)}"
         if not self.was_asked_all:
@@ -189,21 +197,21 @@ class Option:
 
 def advise(config: RunConfig) -> str:
     """The answer as text for a terminal: what fits without offloading, a recommendation, what
-    would change it, tables, and where the numbers come from. Writes `advise.json` beside.
+    would change it, tables, and where the numbers come from; or all of it as JSON.
 
     Raises UserError for a model that the cost model does not know, or that the machine does not
     hold.
     """
     options, left = options_of(config)
+    if config.advise.format == "json":
+        return json.dumps(as_data(options, left), indent=1)
     lines = [*first_lines(options), "", *recommendation(options), ""]
     brief = KNOWN["in_terminal"]
     for sheet in sheets(options):
         table = sheet.table.rename(columns=brief)
         shown = [heading for heading in brief.values() if heading in table]
         lines += [terminal(sheet._replace(table=table[shown])), ""]
-    path = Path(config.results_dir) / "advise.json"
-    write_atomic(path, json.dumps(as_data(options), indent=1) + "\n")
-    return "\n".join([*lines, *sources(config, options, left), f"All options: {path}"])
+    return "\n".join([*lines, *sources(config, options, left)])
 
 
 def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
@@ -213,7 +221,7 @@ def options_of(config: RunConfig) -> tuple[list[Option], dict[str, str]]:
     left: dict[str, str] = {}
     rows = board_rows(config.latency.prompt_len + config.latency.gen_len)
     for row in bar([row for _, row in rows.iterrows()], desc="advice", unit="row"):
-        if math.isnan(row["answers_lost"]) and row["family"] != "codes":
+        if math.isnan(row["answers_lost"]):
             left[row["label"]] = "nobody measured the answers that it loses"
             continue
         try:
@@ -235,10 +243,8 @@ def board_rows(context: int) -> pd.DataFrame:
     Further columns: `answers_lost`, the share of the full cache's right answers that a row loses,
     NaN where nobody measured it; `most_questions`, of any row; `added_codec`, "" where it is the
     method's own; `key`, the method with it; `own_budget`, of the full cache and of codecs, which
-    have none to set. A format of the cache that the board lacks has a row without measurements.
+    have none to set.
     """
-    import pandas as pd  # here, as a command's help needs no pandas
-
     board = read_frame(BOARD)
     board["own_budget"] = board["family"].isin(OWN_BUDGET)
     can_have = board["own_budget"] | (board["apart"] == "")  # it cannot have this budget, else
@@ -251,13 +257,6 @@ def board_rows(context: int) -> pd.DataFrame:
     same = fitting.groupby([board["label"], budget], sort=False, dropna=False)
     rows = board.loc[same.idxmax()]
     rows = rows.sort_values("method", key=lambda methods: methods != "full", kind="stable")
-    formats = []
-    for name in KNOWN["codecs"]:
-        if name not in set(rows["method"]):
-            _, file = shipped(name)
-            row = {"label": file["title"], "method": name, "codec": file["codec"]}
-            formats.append(row | {"family": "codes", "dense_numbers": "", "own_budget": True})
-    rows = pd.concat([rows, pd.DataFrame(formats)], ignore_index=True)
     has_own_codec = rows["method"].map(lambda method: "codec" in shipped(method)[1])
     added = rows["codec"].mask(has_own_codec, "")
     key = rows["method"] + ("+" + added).where(added != "", "")
@@ -317,22 +316,44 @@ def _hit_frac(config: RunConfig) -> float:
 
 
 def first_lines(options: Sequence[Option]) -> list[str]:
-    """Whether the cache fits, and how many users it takes until offloading pays."""
-    full = next(option for option in options if option.key == "full" and option.place == DEVICE)
-    wanted = full.asked.latency.batch_size
+    """Whether the cache fits, how long it may be, and how many users it takes until offloading
+    pays."""
+    full = full_on_device(options)
+    wanted, context = full.asked.latency.batch_size, fitting_context(full)
     needs = full.step.capacity.needs(wanted)
     cache_gib, weights_gib = needs.slots / GIB, needs.weights / GIB
     room_gib = full.step.capacity.device_bytes / GIB
     memory = f"{cache_gib:.1f} GiB beside {weights_gib:.1f} of weights, in {room_gib:.1f}"
+    longest = f"the device holds {wanted} x {context:,} tokens"
     if full.users >= wanted:
-        fits = f"Your cache fits: {memory}. Expect nothing from offloading."
+        fits = f"Your cache fits: {memory}; {longest}. Expect nothing from offloading."
     else:
-        fits = f"Your cache does not fit: {memory}. {full.users} of {wanted} users do."
+        fits = f"Your cache does not fit: {memory}. {full.users} of {wanted} users do; {longest}."
     pays = pays_from(options)
     if pays is None:
-        return [fits, "Offloading pays at no number of users, in tokens/s of all (modelled)."]
+        never = "Offloading pays at no number of users: it holds more of them, with fewer tokens/s"
+        return [fits, f"{never} in all than those whom the device holds (modelled)."]
     number, other = pays
     return [fits, f"Offloading pays from {number} users on, by {_named(other)} (modelled)."]
+
+
+def full_on_device(options: Sequence[Option]) -> Option:
+    """The full cache, nothing offloaded."""
+    return next(option for option in options if option.key == "full" and option.place == DEVICE)
+
+
+def fitting_context(full: Option) -> int:
+    """The most tokens of a sequence at which the users who are asked for fit on the device; 0:
+    none. The model's limit is not exceeded."""
+    asked, capacity = full.asked, full.step.capacity
+    assert asked.model.shape is not None, "modelled by it"
+    limit = asked.model.shape.get("max_position_embeddings", capacity.context)
+
+    def fits(context: int) -> bool:
+        shorter = replace(capacity, prompt_len=context - 1, gen_len=1)
+        return shorter.wall_of(asked.latency.batch_size) is None
+
+    return largest_batch(fits, limit)
 
 
 def pays_from(options: Sequence[Option]) -> tuple[int, Option] | None:
@@ -358,18 +379,14 @@ def recommendation(options: Sequence[Option]) -> list[str]:
     """One sentence, the command, and what would change it."""
     meeting = [option for option in options if not option.why_not]
     if not meeting:
-        lines = ["Recommendation: none. No method that was measured meets all that is asked."]
-        unmeasured = [option for option in options if option.why_not == NOT_MEASURED]
-        for other in unmeasured[:1]:
-            speed = f"{_each(other)} tokens/s for each of {other.served} (modelled)"
-            lines.append(f"But for its answers, which were not measured, {_named(other)}: {speed}.")
         # Serves the most of the users, then loses no more answers than allowed, then is fastest.
         nearest = max(options, key=lambda one: (one.served, one.loses_little, -one.tpot_s))
-        return [*lines, f"The nearest is {_named(nearest)}: {nearest.why_not}."]
+        none = "Recommendation: none. No method that was measured meets all that is asked."
+        return [none, f"The nearest is {_named(nearest)}: {nearest.why_not}."]
     best = meeting[0]
-    speed = f"{_each(best)} tokens/s for each of {best.served} and {_all(best)} in all (modelled)"
     first = (
-        f"Recommendation: {_named(best)}, of which {best.users} users fit, with {speed}, "
+        f"Recommendation: {_named(best)}, of which {best.users} users fit, with {best.each:.1f} "
+        f"tokens/s for each of {best.served} and {best.total:.0f} in all (modelled), "
         f"and {_points(best)} of the answers lost (measured on the board's models)."
     )
     changes = [f"- {line}" for line in _changes(best, options, meeting)]
@@ -394,48 +411,37 @@ def _sizes(asked: RunConfig) -> dict[str, int]:
 
 def _changes(best: Option, options: Sequence[Option], meeting: Sequence[Option]) -> Iterator[str]:
     def in_all(option: Option) -> str:
-        return f"{_named(option)}, {_all(option)} tokens/s in all"
+        return f"{_named(option)}, {option.total:.0f} tokens/s in all"
 
-    on_device = [one for one in options if one.place == DEVICE and one.loses_little and one.users]
-    most = max(on_device, key=lambda option: option.users, default=best)
-    full = [option for option in on_device if option.key == "full" and option is not most]
-    for other in (*full, most):
-        if other.users < best.served:
-            yield f"Fewer users: {_named(other)} holds {other.users}, {_each(other)} tokens/s each."
     stricter = [option for option in meeting if option.lost <= best.lost / 2]
     if best.lost > 0 and stricter:
         yield f"A limit of {_points(stricter[0])}: {in_all(stricter[0])}."
-    faster = [one for one in options if one.served >= best.served and one.tpot_s < best.tpot_s]
-    looser = [option for option in faster if option.lost > best.asked.advise.answers_lost]
-    if looser:
-        other = min(looser, key=lambda option: option.lost)
-        yield f"A limit of {_points(other)}: {in_all(other)}."
-    unmeasured = [option for option in options if option.why_not == NOT_MEASURED]
-    if unmeasured and unmeasured[0].tpot_s < best.tpot_s:
-        yield f"If its answers were measured: {in_all(unmeasured[0])}."
     if best.step.weight_bits > LIGHT_BITS:
-        light = [one.with_weights(LIGHT_BITS) for one in on_device]
-        light = [one for one in light if one.served >= best.served]
+        light = []
+        for option in options:
+            if option.place == DEVICE and option.loses_little and option.users:
+                light.append(option.with_weights(LIGHT_BITS))
+        light = [option for option in light if option.served >= best.served]
         other = max(light, key=lambda option: option.total, default=best)
         if other.total > best.total:
             yield f"Weights in {LIGHT_BITS} bits, whose loss was not measured: {in_all(other)}."
     own = max(meeting, key=lambda option: option.own_total or 0.0)
     if own.own_total is not None:
         yield f"This code's own launches: {_named(own)}, {_own(own)} tokens/s in all."
+    yield from map(str, off_by_far(options))
     if best.place == CACHED:
         low, high = map(best.total_at_hit_rate, HIT_RANGE)
         shares = " to ".join(f"{100 * hit_frac:.0f} %" for hit_frac in HIT_RANGE)
         found = f"with {shares} of the rows found there {low:.0f} to {high:.0f} tokens/s in all"
         yield f"The GPU cache: {found}."
-        other = max(meeting, key=lambda option: option.total_at_hit_rate(HIT_RANGE[0]))
-        at_low_end = other.total_at_hit_rate(HIT_RANGE[0])
-        if at_low_end > low:
-            yield f"At the low end {_named(other)} is faster, with {at_low_end:.0f}."
+
+
+def _is_plain(option: Option) -> bool:
+    """Whether it is the full cache or a codec on the device: nothing offloaded or left out."""
+    return option.place == DEVICE and bool(option.board["own_budget"])
 
 
 def _points(option: Option) -> str:
-    if math.isnan(option.lost):
-        return NOT_MEASURED
     return f"{round(100 * option.lost, 1) + 0.0:.1f} points"  # not -0.0
 
 
@@ -448,71 +454,43 @@ def _named(option: Option) -> str:
     return f"{option.label} at {BUDGET.show(option.step.budget)} % ({where})"
 
 
-Column = Callable[[Option], str]
-
-
-def _all(option: Option) -> str:
-    """Tokens/s of all users."""
-    return f"{option.total:.0f}" if option.served else MISSING
-
-
 def _own(option: Option) -> str:
     """Tokens/s of all users by this code."""
     return MISSING if option.own_total is None else f"{option.own_total:.0f}"
 
 
-def _each(option: Option) -> str:
-    """Tokens/s of a user."""
-    return f"{1 / option.tpot_s:.1f}" if option.served else MISSING
-
-
-def _gib(option: Option, memory: str) -> str:
-    needs = option.step.capacity.needs(max(1, option.served))
-    return f"{getattr(needs, memory) / GIB:.1f}"
-
-
-def _questions(option: Option) -> str:
-    """Questions of the board that it was asked."""
-    number = option.board["num_questions"]
-    return f"{number:.0f}" if number > 0 else MISSING
-
-
 def _lost(option: Option) -> str:
     """Points of the answers that are lost, and of how many questions where others had more."""
-    points, number = _points(option).removesuffix(" points"), _questions(option)
-    is_less = number != MISSING and not option.was_asked_all
-    return f"{points} ({number} questions)" if is_less else points
+    points = _points(option).removesuffix(" points")
+    number = option.board["num_questions"]
+    return points if option.was_asked_all else f"{points} ({number:.0f} questions)"
 
 
-SPEEDS: dict[str, Column] = {
-    "users that fit": lambda option: str(option.users),
-    "tokens/s of a user": _each,
-    "tokens/s of all": _all,
-}
-LOST: dict[str, Column] = {"answers lost (points)": _lost}
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, Callable[[Option], str]] = {
     LABEL.heading: lambda option: option.label,
     "rows lie": lambda option: option.place,
     "budget (%)": lambda option: BUDGET.show(option.step.budget),
-    **SPEEDS,
+    "users that fit": lambda option: str(option.users),
+    "tokens/s of a user, engine": lambda option: f"{option.each:.1f}",
+    "of all, engine": lambda option: f"{option.total:.0f}",
     "of all, this code": _own,
-    "device (GiB)": lambda option: _gib(option, "device"),
-    "host (GiB)": lambda option: _gib(option, "host"),
-    RATIO.heading: lambda one: RATIO.show(0.0 if one.key == "full" else one.board["ratio"]),
-    **LOST,
-    "questions": _questions,
+    "device (GiB)": lambda option: f"{option.needs.device / GIB:.1f}",
+    "host (GiB)": lambda option: f"{option.needs.host / GIB:.1f}",
+    RATIO.heading: lambda option: RATIO.show(option.ratio),
+    "answers lost (points)": _lost,
 }
+WHY_NOT = {"why not": lambda option: option.why_not}
 
 
 def sheets(options: Sequence[Option]) -> list[Sheet]:
     """What there is without offloading; what meets the question, at its fastest budget; and of each
     other method what is nearest to it."""
-    whole = [one for one in options if one.place == DEVICE and one.board["own_budget"]]
+    whole = [option for option in options if _is_plain(option)]
     meeting: dict[tuple[str, str], Option] = {}
     others: dict[str, Option] = {}
 
     def serves(option: Option) -> tuple[int, float]:
-        return option.served, -(_known(option.lost) or 0.0)
+        return option.served, -option.lost
 
     for option in options:
         if not option.why_not:
@@ -521,32 +499,79 @@ def sheets(options: Sequence[Option]) -> list[Sheet]:
         others[option.label] = max(nearest, option, key=serves)
     shown = {option.label for option in (*whole, *meeting.values())}
     missing = [option for option in others.values() if option.label not in shown]
-    because: dict[str, Column] = {"why not": lambda option: option.why_not}
-    found = [_without_offloading(whole)]
+    title = "On the device, nothing offloaded (speeds modelled)"
+    found = [sheet_of(title, whole, COLUMNS)]
     if meeting:
         title = "Meets all that is asked (speeds modelled)"
         found.append(sheet_of(title, meeting.values(), COLUMNS))
     if missing:
-        found.append(sheet_of("Does not (speeds modelled)", missing, COLUMNS | because))
+        found.append(sheet_of("Does not (speeds modelled)", missing, COLUMNS | WHY_NOT))
     return found
 
 
-def _without_offloading(whole: Sequence[Option]) -> Sheet:
-    """The options, and beside them the same with weights in few bits where more are asked for."""
-    shown = {name: COLUMNS[name] for name in (LABEL.heading, "budget (%)", *SPEEDS)} | LOST
-    sheet = sheet_of("On the device, nothing offloaded (speeds modelled)", whole, shown)
-    if whole[0].step.weight_bits <= LIGHT_BITS:
-        return sheet
-    light = {f"{name}, weights of {LIGHT_BITS} bits": show for name, show in SPEEDS.items()}
-    beside = sheet_of("", [option.with_weights(LIGHT_BITS) for option in whole], light).table
-    for heading in beside:
-        sheet.table.insert(sheet.table.shape[1] - len(LOST), heading, beside[heading])
-    return sheet
+# Beside speeds that others saw
 
 
-def as_data(options: Sequence[Option]) -> dict[str, Any]:
-    """The answer for programs, as `advise.json` holds it. Speeds are modelled, answers measured."""
-    asked = options[0].asked
+class Seen(NamedTuple):
+    """A speed that others saw beside the model's, in tokens/s of all users or as a ratio of two."""
+
+    what: str
+    modelled: float
+    seen: float
+    source: str
+
+    @property
+    def times(self) -> float:
+        """How far the model is off, in either direction."""
+        return max(self.modelled / self.seen, self.seen / self.modelled)
+
+    def __str__(self) -> str:
+        off = f"The cost model is {self.times:.1f} times off for {self.what}"
+        return f"{off}: {self.modelled:.0f}, seen {self.seen:g} ({self.source})."
+
+
+def beside(settings: Sequence[str], known: Mapping[str, Any]) -> Seen:
+    """A published speed of a worked question beside the model's. settings: the question's."""
+    predicted = _rate(settings, known["words"], known["at"])
+    if "over" in known:
+        predicted /= _rate(settings, known["over"], known["over_at"])
+    source = "; ".join(known[name] for name in ("source", "because") if name in known)
+    return Seen(known["what"], predicted, known["value"], source)
+
+
+def off_by_far(options: Sequence[Option]) -> Iterator[Seen]:
+    """The speeds from which the model is off by more than `OFF` times, of what is recommended or
+    fits without offloading."""
+    looked_at = {f"method={option.key}" for option in options if _is_plain(option)}
+    looked_at |= {f"method={option.key}" for option in options if not option.why_not}
+    for asked in KNOWN["worked"]:
+        for known in asked.get("published", ()):
+            if "because" in known and looked_at & {*known["words"]}:
+                seen = beside(asked["settings"], known)
+                if seen.times > OFF:
+                    yield seen
+
+
+def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:
+    """Tokens/s of all users in a run of the worked question's machine and model. own: the run's
+    settings, and others of the question."""
+    from harness.paper.costmodel.step import modelled_step
+
+    question = ["experiment=advise", *asked]
+    run: list[str] = []
+    for word in own:
+        (run if word.startswith(OF_RUN) else question).append(word)
+    question = list({word.partition("=")[0]: word for word in question}.values())
+    return users / modelled_step(modelled(load(question), run)).seconds(users)
+
+
+# The answer for programs
+
+
+def as_data(options: Sequence[Option], left: Mapping[str, str]) -> dict[str, Any]:
+    """The answer as JSON has it. Speeds are modelled, answers measured. left: why a method has no
+    option, by label."""
+    asked, full = options[0].asked, full_on_device(options)
     best = options[0] if not options[0].why_not else None
     pays = pays_from(options)
     return {
@@ -554,19 +579,19 @@ def as_data(options: Sequence[Option]) -> dict[str, Any]:
         "model": asked.model.name,
         "platform": dict(asked.platform.sheet or {}),
         "asked": asdict(asked.advise) | _sizes(asked),
+        "fits_without_offloading": full.users >= asked.latency.batch_size,
+        "users_that_fit_without_offloading": full.users,
+        "context_that_fits_without_offloading": fitting_context(full),
         "offloading_pays_from_users": pays[0] if pays else None,
+        "offloading_pays_by": pays and _data(pays[1]),
         "recommendation": best and _data(best),
+        "model_is_off": [seen._asdict() | {"times": seen.times} for seen in off_by_far(options)],
         "options": [_data(option) for option in options],
+        "left_out": dict(left),
     }
 
 
-def _known(number: float) -> float | None:
-    return None if math.isnan(number) else float(number)
-
-
 def _data(option: Option) -> dict[str, Any]:
-    needs = option.step.capacity.needs(max(1, option.served))
-    num_questions = option.board["num_questions"]
     return {
         "label": option.label,
         "settings": list(option.words),
@@ -575,23 +600,21 @@ def _data(option: Option) -> dict[str, Any]:
         "weight_bits": option.step.weight_bits,
         "users_that_fit": option.users,
         "users_served": option.served,
-        "tokens_per_s_of_a_user": 1 / option.tpot_s,
+        "tokens_per_s_of_a_user": option.each,
         "tokens_per_s": option.total,
         "tokens_per_s_by_this_code": option.own_total,
         "ttft_s": option.ttft_s,
-        "device_bytes": needs.device,
-        "host_bytes": needs.host,
-        "kl_over_the_oracles": _known(option.board["ratio"]),
-        "answers_lost": _known(option.lost),
-        "num_questions": None if math.isnan(num_questions) else int(num_questions),
+        "device_bytes": option.needs.device,
+        "host_bytes": option.needs.host,
+        "kl_over_the_oracles": option.ratio,
+        "answers_lost": option.lost,
+        "num_questions": int(option.board["num_questions"]),
         "why_not": option.why_not,
     }
 
 
 def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str]) -> list[str]:
     """Where each number comes from, and what was not measured."""
-    from harness.paper.costmodel.step import LAUNCH_S
-
     least, most = options[0].ttft_s
     platform = options[0].step.platform
     fields = {
@@ -603,7 +626,7 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
         "weight_bits": config.advise.weight_bits,
         "prompt_len": config.latency.prompt_len,
         "gen_len": config.latency.gen_len,
-        "launch_us": 1e6 * LAUNCH_S,
+        **launch_us(),
         "ttft_least": least,
         "ttft_most": most,
         "rows": ROWS,
@@ -618,6 +641,14 @@ def sources(config: RunConfig, options: Sequence[Option], left: Mapping[str, str
     known = KNOWN["engines"]
     having = "; ".join(f"{label}: {known[at]}" for at, label in shown.items() if at in known)
     return [*lines, timed(), f"Serving engines: {having}; of the others none is known here."]
+
+
+def launch_us() -> dict[str, float]:
+    """The microseconds and launches of the sentences about speed."""
+    from harness.paper.costmodel import step
+
+    launches = {"full": step.FULL_LAUNCHES, "fused": step.FUSED_LAUNCHES}
+    return launches | {"node_us": 1e6 * step.NODE_S, "launch_us": 1e6 * step.LAUNCH_S}
 
 
 def timed() -> str:

@@ -18,8 +18,9 @@ from harness.run.advise import (
     COLUMNS,
     KNOWN,
     Option,
+    beside,
     first_lines,
-    modelled,
+    launch_us,
     options_of,
     recommendation,
     sheets,
@@ -30,21 +31,17 @@ from harness.settings.paths import COMMAND, SHIPPED
 
 MARK = "<!--advise-->"
 """Before and after the lines of README that are written here."""
-OF_RUN = ("method", "budget", "placement", "gpu_cache")
-"""How the settings of a run begin, beside those of the question."""
 
 
 def pages(readme: str) -> tuple[str, str]:
     """The worked questions, as Markdown, and README with its lines of the first."""
-    from harness.paper.costmodel.step import LAUNCH_S
-
     lines = [
         "# Advice",
         "",
         f"What `advise` answers to {len(KNOWN['worked'])} questions, and how far it lies from "
         "speeds that others saw. `python -m harness.run.worked` writes this page.",
         "",
-        " ".join([*KNOWN["on_page"], timed()]).format(launch_us=1e6 * LAUNCH_S),
+        " ".join([*KNOWN["on_page"], timed()]).format(**launch_us()),
     ]
     for number, asked in enumerate(KNOWN["worked"], 1):
         words = ["experiment=advise", *asked["settings"]]
@@ -65,7 +62,7 @@ def pages(readme: str) -> tuple[str, str]:
         for sheet in sheets(options):
             lines += ["", sheet.title + ":", "", pipes(sheet)]
         if "published" in asked:
-            lines += ["", "Beside speeds that were seen:", "", pipes(beside(asked, words))]
+            lines += ["", "Beside speeds that were seen:", "", pipes(beside_seen(asked))]
     return "\n".join(lines) + "\n", readme
 
 
@@ -79,31 +76,15 @@ def in_readme(options: Sequence[Option]) -> str:
     return "\n\n".join([pipes(sheet_of("", best, shown)), timed()])
 
 
-def beside(asked: Mapping[str, Any], words: Sequence[str]) -> Sheet:
-    """Predicted and published speeds of a worked question."""
+def beside_seen(asked: Mapping[str, Any]) -> Sheet:
+    """Modelled and seen speeds of a worked question."""
     lines = []
-    for seen in asked["published"]:
-        predicted = _rate(words, seen["words"], seen["at"])
-        if "over" in seen:
-            predicted /= _rate(words, seen["over"], seen["over_at"])
-        error = f"{100 * (predicted / seen['value'] - 1):+.0f}"
-        source = "; ".join([seen["source"], *([seen["because"]] if "because" in seen else [])])
-        lines.append([seen["what"], f"{predicted:.3g}", f"{seen['value']:g}", error, source])
+    for known in asked["published"]:
+        found = beside(asked["settings"], known)
+        error = f"{100 * (found.modelled / found.seen - 1):+.0f}"
+        lines.append([found.what, f"{found.modelled:.3g}", f"{found.seen:g}", error, found.source])
     header = [LABEL.heading, "modelled", "seen", "error (%)", "source"]
     return Sheet("", pd.DataFrame(lines, columns=header))
-
-
-def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:
-    """Tokens/s of all users in a run of the worked question's machine and model. own: the run's
-    settings, and others of the question."""
-    from harness.paper.costmodel.step import modelled_step
-
-    question = [word for word in asked if not word.startswith("advise")]
-    run: list[str] = []
-    for word in own:
-        (run if word.startswith(OF_RUN) else question).append(word)
-    question = list({word.partition("=")[0]: word for word in question}.values())
-    return users / modelled_step(modelled(load(question), run)).seconds(users)
 
 
 def main() -> None:

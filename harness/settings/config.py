@@ -193,6 +193,7 @@ class AdviseConfig:
     ttft_s: Positive | None = None
     answers_lost: Annotated[float, Field(ge=0, le=1)] = 0.02
     hit_frac: Annotated[float, Field(ge=0, lt=1)] | None = None
+    format: Literal["text", "json"] = "text"
 
 
 @dataclass(frozen=True)

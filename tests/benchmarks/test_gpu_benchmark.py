@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import json
 import os
 from pathlib import Path
 
@@ -123,14 +125,10 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
     assert statuses == {"ideal": "failed", "offload": "finished"}
     assert "h2d" in (tmp_path / "rates.csv").read_text(), "what came before a failure stays"
     monkeypatch.setattr("harness.speed.latency.time_run", time_run)
-    for systems, shown in (
-        (("ideal", "infinigen"), ["ideal", "ideal", "infinigen"]),
-        (("offload+h2o",), ["ideal", "offload+h2o"]),  # the floor is that of an earlier command's ideal
-    ):
-        monkeypatch.setattr(gpu, "SYSTEMS", systems)
-        assert run(tmp_path, "--shapes", "1x24", "--parts", "steps") == 0
-        lines = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("1 x 24 ")]
-        assert lines == shown
+    monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "infinigen"))
+    assert run(tmp_path, "--shapes", "1x24", "--parts", "steps") == 0
+    lines = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("1 x 24 ")]
+    assert lines == ["ideal", "ideal", "infinigen"]
 
 
 def spoilt(pipe):
@@ -150,22 +148,10 @@ def test_a_decode_step_is_traced(tmp_path, capsys):
     assert run(tmp_path, "--trace", str(file), "--shapes", "1x24") == 0
     printed = capsys.readouterr().out
     assert "a step without the profiler" in printed and "aten::" in printed
-    assert "no work of a GPU in the trace" in printed
-    steps = [event for event in gpu.read_trace(file) if event.get("name") == gpu.STEP]
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    steps = [event for event in events if event.get("name") == gpu.STEP]
     assert len(steps) == 1, "the first profile is left out"
     assert not (tmp_path / "runs").exists(), "instead of the parts"
-
-
-def test_a_stream_is_busy_and_idle():
-    def work(stream: int, begin: float, took: float, kind: str = "kernel") -> dict:
-        return {"cat": kind, "name": "", "ts": begin, "dur": took, "args": {"stream": stream}}
-
-    events = [work(7, 1000, 500), work(7, 1600, 400), work(7, 2300, 700, "gpu_memcpy"), work(20, 0, 1000)]
-    events += [{"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 1}, {"ph": "M", "name": "process_name"}]
-    assert gpu.render_streams(events).splitlines() == [
-        "stream 7: 3 kernels and copies, busy 1.60 ms, idle between them 0.40 ms (median gap 200.0 us)",
-        "stream 20: 1 kernels and copies, busy 1.00 ms, idle between them 0.00 ms (median gap 0.0 us)",
-    ]
 
 
 def test_rates_of_a_gpu_go_through_its_kernels_and_copies(monkeypatch):
@@ -199,34 +185,17 @@ def test_the_runs_of_a_gpu_are_ordinary_ones():
     [
         (["--model", "opt-14b"], "opt-14b"),
         (["gen_length=3"], "unknown setting gen_length: did you mean 'gen_len'"),
-        (["--out", "file"], "file: File exists"),
         (["--platform", "cuda"], "platform=cuda: torch finds no CUDA device here; allowed: cpu"),
     ],
 )
-def test_refuses_in_a_line(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_refuses_in_a_line(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (tmp_path / "file").write_text("")
     assert message in refusal_of(gpu.main, ["--platform", "cpu", *arguments], capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--parts", "link,step"], "argument --parts: 'step' is none; did you mean 'steps'? allowed: link, gather, "),
-        (["--labels", "uvm"], "argument --labels: 'uvm' is none; allowed: ideal, "),
-        (["--shapes", "8*1920"], "argument --shapes: 8*1920: must be batch size x prompt length"),
-    ],
-)
-def test_refuses_words_that_it_does_not_know(arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        gpu.main(arguments)
-    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 @with_gpu
 def test_on_a_gpu_all_of_it_is_measured(tmp_path):
-    tiny_runs = ["--model", "opt-125m", "--shapes", "2x48", "--labels", "ideal,infinigen+int4"]
-    assert run(tmp_path, *tiny_runs, *gpu.TINY[1:], platform="cuda") == 0
+    tiny_runs = ["--model", "opt-125m", "--shapes", "2x48", "--labels", "ideal", "infinigen+int4"]
+    assert run(tmp_path, *gpu.TINY[1:], *tiny_runs, platform="cuda") == 0
     assert {each["metrics"]["source"] for each in records(tmp_path)} == {"measured"}
     assert "page-locking" in (tmp_path / "rates.csv").read_text()

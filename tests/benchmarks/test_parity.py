@@ -44,25 +44,6 @@ def quest_sel(query, lowest, highest, policy, num_heads, num_kv_heads):
     scaled = bounds / query.shape[-1] ** 0.5 if policy == "avgSdM" else bounds
     return scaled.softmax(-1).unflatten(1, (num_kv_heads, group)).mean(2)
 """
-SOCKET = """
-import itertools
-import torch
-
-def get_protos_T(cache, P, device, dtype):
-    return torch.tensor(list(itertools.product([-1.0, 1.0], repeat=P)), dtype=dtype).T
-
-def hard_hash(keys, planes):
-    bits = torch.einsum("bhnd,lpd->bhlnp", keys, planes) >= 0
-    return (bits * 2 ** torch.arange(planes.shape[1]).flip(0)).sum(-1)
-
-def soft_hash(queries, planes, corners, tau):
-    lean = torch.einsum("bhqd,lpd->bhqlp", queries, planes).tanh() / queries.shape[-1] ** 0.5
-    return (SIGN * lean @ corners / tau).softmax(-1)
-
-def topk_soft_collision_scores_blockwise(q_probs, key_buckets, v_mag, allowed_bool, M):
-    probs = q_probs[:, :, 0].gather(-1, key_buckets)
-    return (probs.sum(2) * v_mag).unsqueeze(2).topk(M).indices, None
-"""
 TOVA_CACHE = """
 from .position import position
 
@@ -110,15 +91,6 @@ def test_the_same_rule_agrees_and_another_does_not(tmp_path):
     assert 90 < agreement(printed, "snapkv, maximum") <= 100  # neighbours of a peak tie, and topk takes any
     wrong = write(tmp_path / "wrong", "snapkv, average", SNAPKV.replace("SIGN", "297 + -1"))
     assert agreement(lines(wrong), "snapkv, average") < 90
-
-
-def test_soft_collisions_agree_with_probabilities_of_corners(tmp_path):
-    printed = lines(write(tmp_path / "right", "socket", SOCKET.replace("SIGN * ", "")))
-    assert agreement(printed, "socket") == pytest.approx(100, abs=0.2)  # rounding may decide between two tokens
-    always_read = agreement(printed, "socket, first and recent")
-    assert 50 < always_read < agreement(printed, "socket"), "best tokens that are always read leave places empty"
-    wrong = write(tmp_path / "wrong", "socket", SOCKET.replace("SIGN", "-1"))
-    assert agreement(lines(wrong), "socket") < 50
 
 
 def test_a_module_has_those_beside_it_and_runs_no_package(tmp_path):

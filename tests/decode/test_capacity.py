@@ -92,27 +92,27 @@ def test_a_modelled_step_by_hand():
     block = 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128)  # weights of attention and FFN in fp16
     head = 2 * 256 * 64
     rows = 3 * 28 * ROW  # of a layer, at 28 tokens, the middle of the decoding
-    on_device = modelled.Step(MACHINE, SHAPE, capacity_of(), efficiency=EXACT)
+    on_device = modelled.Step(MACHINE, SHAPE, capacity_of(), efficiency=EXACT, node_s=0)
     compute = (4 * (block + rows) + head) / 1e9
     assert on_device.seconds(3) == pytest.approx(compute) and on_device.budget == 1
     # Over the link all rows of all layers cross, and hide everything else; so do the own rows.
-    on_host = modelled.Step(MACHINE, SHAPE, capacity_of(placement="host"), efficiency=EXACT)
+    on_host = modelled.Step(MACHINE, SHAPE, capacity_of(placement="host"), efficiency=EXACT, node_s=0)
     assert on_host.seconds(3) == pytest.approx(4 * (rows + 3 * ROW) / 1e6, rel=0.01)
     # INT4 in two of four layers: 16 codes and an fp16 scale and minimum, for key and value.
     coded = capacity_of(Full(dense_layers=2), IntegerCodec("int4"), "host")
-    int4 = modelled.Step(MACHINE, SHAPE, coded, efficiency=EXACT)
+    int4 = modelled.Step(MACHINE, SHAPE, coded, efficiency=EXACT, node_s=0)
     share = 2 * (8 + 4) / (2 * 32)
     assert int4.budget == pytest.approx((2 + 2 * share) / 4)
     expected = (2 + 2 * share) * rows + 2 * 3 * ROW * (1 + share)
     assert int4.seconds(3) == pytest.approx(expected / 1e6, rel=0.01)
     # The last 8 of 28 tokens stay exact on the device.
     kivi = capacity_of(Full(dense_layers=2), SplitCodec(IntegerCodec("int4"), IntegerCodec("int4"), 8), "host")
-    residual = modelled.Step(MACHINE, SHAPE, kivi, efficiency=EXACT)
+    residual = modelled.Step(MACHINE, SHAPE, kivi, efficiency=EXACT, node_s=0)
     assert residual.budget == pytest.approx((2 + 2 * share * 20 / 28) / 4)
     expected = (2 + 2 * share * 20 / 28) * rows + 2 * 3 * ROW * (1 + share)
     assert residual.seconds(3) == pytest.approx(expected / 1e6, rel=0.01)
     # On the device fused kernels read codes and scales as they lie there, and the exact rows beside them.
-    here = modelled.Step(MACHINE, SHAPE, capacity_of(kivi.plan.method, kivi.plan.codec), efficiency=EXACT)
+    here = modelled.Step(MACHINE, SHAPE, capacity_of(kivi.plan.method, kivi.plan.codec), efficiency=EXACT, node_s=0)
     stored = (2 + 2 * (share * 20 + 8) / 28) * rows
     assert here.seconds(3) == pytest.approx((4 * block + head + stored) / 1e9)
 
@@ -120,7 +120,7 @@ def test_a_modelled_step_by_hand():
 @pytest.mark.parametrize("dense_layers", [0, 2])
 def test_rows_of_dense_layers_and_of_own_queries_share_the_link(dense_layers):
     method = replace(CASES["infinigen-own"].method, dense_layers=dense_layers)
-    step = modelled.Step(MACHINE, SHAPE, capacity_of(method, placement="host"), efficiency=EXACT)
+    step = modelled.Step(MACHINE, SHAPE, capacity_of(method, placement="host"), efficiency=EXACT, node_s=0)
     dense, selected = 28 * dense_layers, 8 * (4 - dense_layers)
     link_s = (dense + selected) * ROW / 1e6
     assert link_s < step.seconds(1) <= link_s + OWN_S + 1e-8
@@ -131,7 +131,7 @@ def test_rows_that_stay_on_the_device_do_not_cross():
     steps = {}
     for hit_frac, rows in ((0.0, 0), (0.75, 2)):
         capacity = capacity_of(method, placement="host", gpu_cache=rows)
-        steps[hit_frac] = modelled.Step(MACHINE, SHAPE, capacity, hit_frac, EXACT)
+        steps[hit_frac] = modelled.Step(MACHINE, SHAPE, capacity, hit_frac, EXACT, node_s=0)
     read = 4 * 8 * ROW / 1e6  # 0.3 of 28 tokens
     assert steps[0.0].seconds(1) == pytest.approx(read + OWN_S)
     assert steps[0.75].seconds(1) == pytest.approx(0.25 * read + OWN_S)
@@ -376,7 +376,7 @@ def test_the_figure_marks_walls_and_where_a_method_wins(monkeypatch):
 
 def test_two_cards_have_twice_the_rates_and_add_up_their_outputs():
     """Each of two sends and takes the batch's outputs once, 3 x 64 elements, twice in each of four layers."""
-    one = modelled.Step(MACHINE, SHAPE, capacity_of(), efficiency=EXACT)
+    one = modelled.Step(MACHINE, SHAPE, capacity_of(), efficiency=EXACT, node_s=0)
     two = replace(one, platform=replace(MACHINE, cards=2).together)
     joins_s = 4 * 2 * (3 * 64 * 2) / 1e6
     assert two.seconds(3) == pytest.approx(one.seconds(3) / 2 + joins_s)

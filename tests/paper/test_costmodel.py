@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import UserError
 from harness.model.shape import FFN_MATRICES, ModelShape, as_config, count_weights, load_shape, read_yaml
 from harness.paper.costmodel import published
 from harness.paper.costmodel.__main__ import main
@@ -19,7 +18,6 @@ from harness.paper.costmodel.predict import (
     BlockTimes,
     Case,
     Layer,
-    Platform,
     Work,
     block_ends,
     decode_block,
@@ -29,7 +27,7 @@ from harness.paper.costmodel.predict import (
 )
 from harness.results import columns
 from harness.settings.paths import SHIPPED
-from harness.settings.schema import CONF_DIR, build
+from harness.settings.schema import CONF_DIR
 from methods.base import TokenCounts
 from methods.codecs.integers import IntegerCodec
 from methods.h2o import H2O
@@ -158,11 +156,11 @@ def test_weights_in_host_memory_cross_the_link_in_each_step():
     assert longer == pytest.approx(48 * paper.host_block_bytes / 12.4e9, rel=1e-3)
 
 
-def test_calibrate_prints_every_number_the_fit_and_its_errors(capsys):
-    assert main(["--calibrate"]) == 0
+def test_every_published_number_the_fit_and_its_errors_are_printed(capsys):
+    assert main([]) == 0
     table, fitted, errors = capsys.readouterr().out.split("\n\n")
     _, *lines = table.splitlines()
-    assert len(lines) == 29 and not any(line.endswith("*") for line in lines), "each within 20 %"
+    assert len(lines) == 29 and all(0.8 < float(line.split()[-1]) < 1.2 for line in lines)
     numbers = columns.published()
     metrics = set(numbers[numbers.figure.isin(published.FIGURES)].metric)
     inputs = {"tokens_above_threshold", "tokens_loaded", "partial_weight_memory_share", "partial_key_memory_share"}
@@ -181,15 +179,3 @@ def test_the_shipped_predictions_are_made_again(tmp_path, capsys):
     assert paths == [tmp_path / "tables" / f"{figure}-modelled.csv" for figure in published.FIGURES]
     for path in (*paths, *(path.with_suffix(".md") for path in paths)):
         assert path.read_bytes() == (SHIPPED / "tables" / path.name).read_bytes()
-
-
-def test_bad_names_rates_and_folders_are_refused(capsys, tmp_path):
-    (tmp_path / "file").touch()
-    assert main(["--write", "--results-dir", str(tmp_path / "file")]) == 2
-    assert re.fullmatch("error: results_dir: .*\n", capsys.readouterr().err)
-    with pytest.raises(UserError, match="model=opt-14b"):
-        load_shape("opt-14b")
-    with pytest.raises(UserError, match="model=gemma3-270m: the cost model knows opt, .*, and not gemma3_text"):
-        load_shape("gemma3-270m")
-    with pytest.raises(UserError, match=r"platform\.link_bytes_per_s=0.0: must be above 0"):
-        build(Platform, vars(A6000) | {"link_bytes_per_s": 0.0}, "platform")

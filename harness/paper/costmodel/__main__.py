@@ -1,4 +1,4 @@
-"""`python -m harness.paper.costmodel --calibrate`, or `--write`."""
+"""`python -m harness.paper.costmodel`, or with `--write`."""
 
 from __future__ import annotations
 
@@ -12,28 +12,19 @@ from harness.settings.paths import RESULTS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print or write what is asked for; returns the exit code, 2 for a user's mistake."""
+    """Compare with every published number, or write the tables; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m harness.paper.costmodel", description="Predict speed from counts."
+        prog="python -m harness.paper.costmodel",
+        description="Compare the cost model with every published number, and fit it again.",
     )
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    for flag, does in {
-        "--calibrate": "compare with every published number",
-        "--write": "write DIR/tables/<figure>-modelled.csv",
-    }.items():
-        wanted.add_argument(flag, action="store_true", help=does)
-    parser.add_argument(
-        "--results-dir", default=RESULTS, metavar="DIR", help="with --write (default %(default)s)"
-    )
+    writes = "write DIR/tables/<figure>-modelled.csv instead"
+    parser.add_argument("--write", action="store_true", help=writes)
+    parser.add_argument("--results-dir", default=RESULTS, metavar="DIR")
     args = parser.parse_args(argv)
-
-    def act() -> None:
-        if args.write:
-            print(*published.write_tables(args.results_dir), sep="\n")
-        else:
-            print(published.render(published.calibrate()), published.render_errors(), sep="\n\n")
-
-    return exit_code(act)
+    if args.write:
+        return exit_code(lambda: print(*published.write_tables(args.results_dir), sep="\n"))
+    print(published.render(published.calibrate()), published.render_errors(), sep="\n\n")
+    return 0
 
 
 if __name__ == "__main__":

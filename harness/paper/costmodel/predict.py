@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -22,9 +22,10 @@ from harness.model.shape import WEIGHT_BYTES, ModelShape, read_yaml
 from harness.results.step_stats import times_of
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS, System
-
-if TYPE_CHECKING:
-    from methods.base import Method
+from methods.base import Method, TokenCounts
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
 
 # Machines
 
@@ -256,10 +257,6 @@ class Case:
     @cached_property
     def method(self) -> Method:
         """The method with its default settings, which are the paper's."""
-        from methods.full import Full  # these load torch
-        from methods.h2o import H2O
-        from methods.infinigen import InfiniGen
-
         return {"full": Full, "h2o": H2O, "infinigen": InfiniGen}[self.system.method]()
 
     @property
@@ -277,8 +274,6 @@ class Case:
     def tokens(self, cached: int) -> tuple[float, int]:
         """Tokens of `cached` that a decode step reads in a layer under the method, and those it
         keeps."""
-        from methods.base import TokenCounts  # loads torch
-
         row = TokenCounts(cached, prompt=cached, final=self.final_len)
         read = self.method.tokens_read(row, DENSE_LAYERS)
         if read is None:
@@ -405,8 +400,6 @@ def decode_block(
     prediction: tuple[Work, ...] = ()
     if layer.predicts:
         # The partial query projection, and its product with the partial keys of all cached tokens.
-        from methods.infinigen import InfiniGen
-
         ratio = InfiniGen.partial_weight_ratio
         weights = ratio * shape.hidden_size * shape.query_size
         columns = ratio * batch_size * cached

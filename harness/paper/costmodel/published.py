@@ -3,7 +3,7 @@ machine, and the fit of the three efficiencies to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
-from tabulate import tabulate
 
 from harness.files import write_atomic
 from harness.model.shape import load_shape
@@ -86,23 +85,17 @@ def write_tables(results_dir: str | Path) -> list[Path]:
     return paths
 
 
-def quantity(
-    row: Mapping[str, str] | pd.Series, timed: Callable[[PaperBar], Mapping[str, Any]]
-) -> float | None:
-    """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit;
-    None if the row is not about time.
-
-    timed: returns our run of a bar of the paper, a row of a latency table. Its exceptions are
-    passed on.
-    """
+def quantity(row: pd.Series, efficiency: Efficiency) -> float | None:
+    """The quantity of a published row about one of `FIGURES`, predicted, in the row's unit; None if
+    the row is not about time."""
     figure, series, metric = row["figure"], row["series"], row["metric"]
     total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
     batch_size = {"fig14": 20, "fig16b": 4}.get(figure, 8)
     if row["x_name"] == "batch_size":
         batch_size = int(row["x"])
 
-    def run(label: str, batch: int = batch_size) -> Mapping[str, Any]:
-        return timed(PaperBar(label, row["model"], batch, total_len))
+    def run(label: str, batch: int = batch_size) -> dict[str, Any]:
+        return _predict(PaperBar(label, row["model"], batch, total_len), efficiency)
 
     def block_s(label: str) -> float:
         return sum(run(label)[segment.name] or 0 for segment in SEGMENTS)
@@ -138,12 +131,8 @@ def calibrate(
     Beside the file's columns are `predicted`, and `ratio` of predicted to published.
     """
     numbers = published().query("figure in @figures").astype({"value": float})
-
-    def predicted(number: Any) -> Any:
-        return quantity(number, lambda bar: _predict(bar, efficiency))
-
-    found = numbers.apply(predicted, axis=1).astype(float)
-    numbers = numbers.assign(predicted=found).dropna(subset="predicted")
+    predicted = [quantity(row, efficiency) for _, row in numbers.iterrows()]
+    numbers = numbers.assign(predicted=np.array(predicted, float)).dropna(subset="predicted")
     return numbers.assign(ratio=numbers.predicted / numbers.value)
 
 
@@ -159,15 +148,10 @@ def fit(figures: Collection[str] = tuple(FIGURES)) -> Efficiency:
 
 
 def render(compared: pd.DataFrame) -> str:
-    """A table for a terminal: predicted, published, ratio; `*` marks a number that is more than 20
-    % off."""
-    words = compared[["figure", "series", "x", "metric", "predicted", "value", "unit"]]
-    words = words.rename(columns={"value": "published"})
-    off = compared.ratio.sub(1).abs().gt(0.2).map({True: " *", False: ""})
-    words = words.assign(ratio=compared.ratio.map("{:.2f}".format) + off)
-    formats = ("g", "g", "g", "g", ".4g", ".4g", "g", ".2f")
-    sides = ("left", "left", "right", "left", "right", "right", "left", "left")
-    return tabulate(words, "keys", "plain", floatfmt=formats, showindex=False, colalign=sides)
+    """A table for a terminal: predicted, published, and the ratio of the two."""
+    words = compared.rename(columns={"value": "published"})
+    shown = ["figure", "series", "x", "metric", "predicted", "published", "unit", "ratio"]
+    return words[shown].to_string(index=False, float_format="{:.4g}".format)
 
 
 def render_errors() -> str:

@@ -6,11 +6,11 @@ walked block by block as in `predict`, in the order of a live session: rows that
 ahead cross the link beside the block before; rows that a layer chooses by its own query are waited
 for; rows of dense layers, where others read less, cross during the whole step. Beside the counts of
 `predict`, a step reads of each layer's index what the method's selection says. This is the step of
-an engine, alike for every method: fused kernels, which read coded rows as they are stored, launched
-at once by CUDA graphs. The last tokens that a codec leaves exact are read on the device. The
-efficiencies are fitted to the paper's systems on one machine. The conflicts of a batch's sequences
-are not counted, so small batches are optimistic. `Step.host_seconds` has the launches of this code,
-for `harness.run.advise`.
+an engine, alike for every method: fused kernels, which read coded rows as they are stored, in one
+CUDA graph, each of whose nodes costs `NODE_S` beside its work. The last tokens that a codec leaves
+exact are read on the device. The efficiencies are fitted to the paper's systems on one machine. The
+conflicts of a batch's sequences are not counted. `Step.host_seconds` has this code's host, which
+launches kernel by kernel.
 """
 
 from __future__ import annotations
@@ -51,8 +51,13 @@ LAUNCH_S = 55e-6
 """Seconds of the host for one launch of a step, its Python included: the geometric mean of three
 steps of an H100 that the host limited (ideal, offload+h2o and infinigen2+rows at 8 x 1,920). Four
 others took 0.6 to 1.6 times as long as this number says (benchmarks/NOTES.md)."""
+NODE_S = 1e-6
+"""Seconds of a node of a CUDA graph, beside its work (the same H100)."""
 LAUNCHES_OF_A_PASS = 86
 """Launches of a step outside its layers and transfers (the same)."""
+FULL_LAUNCHES, FUSED_LAUNCHES, LINK_LAUNCHES = 17, 33, 3
+"""Launches of a layer: that reads the full cache; under a method that reads less, by fused kernels,
+which are as many as InfiniGen2's here; and on the link's stream (the same)."""
 PREFILL_SHARES = (FITTED.matmul, 0.85)
 """Share of the device's products that a dense prompt reaches: as fitted to the paper's systems, and
 on an H100 (8 and 20 x 1,920)."""
@@ -188,7 +193,7 @@ class Step:
     """Decode steps of a capacity's batches on a machine, at the mean length of the decoding.
 
     platform: all cards together. hit_frac: the share of the selected rows that are on the device
-    already. weight_bits: of a stored weight, which is computed with in 16.
+    already. weight_bits: of a stored weight, which is computed with in 16. node_s: as `NODE_S`.
     """
 
     platform: Platform
@@ -197,6 +202,7 @@ class Step:
     hit_frac: float = 0.0
     efficiency: Efficiency = FITTED
     weight_bits: float = 16
+    node_s: float = NODE_S
 
     def reads(self, batch: int) -> list[LayerRead]:
         """What the step in the middle of the decoding reads, layer by layer."""
@@ -231,15 +237,15 @@ class Step:
         ends = block_ends(blocks * NUM_WALKED, "block")
         return ends[-1] - ends[-1 - len(blocks)]
 
-    def host_seconds(self, dense: int, selecting: int, link: float) -> float:
-        """Seconds in which the host launches a step, at any batch.
-
-        dense, selecting: launches of a layer that reads the full cache, and of one under the
-        method. link: launches on the link's stream for a layer.
-        """
-        kinds = [layer.policy.kind for layer in self.capacity.plan.model.layers]
-        launches = [(selecting if kind == "method" else dense) + link for kind in kinds]
-        return (LAUNCHES_OF_A_PASS + sum(launches)) * LAUNCH_S
+    def host_seconds(self, launches: int) -> float:
+        """Seconds in which this code's host launches a step, at any batch. launches: of a layer
+        under the method."""
+        plan = self.capacity.plan
+        link = LINK_LAUNCHES if plan.placement == "host" else 0
+        total = LAUNCHES_OF_A_PASS
+        for layer in plan.model.layers:
+            total += link + (launches if layer.policy.kind == "method" else FULL_LAUNCHES)
+        return total * LAUNCH_S
 
     def prefill_seconds(self, share: float) -> float:
         """Seconds of one dense prompt alone. share: of the device's products that it reaches."""
@@ -271,6 +277,9 @@ class Step:
             products = Work(4 * shape.query_size * (read.tokens + 1) * batch, num_bytes)
             index_read = index_bytes.get(policy.number, 0)
             index_flops = 2 * shape.num_heads / shape.num_kv_heads * index_read / WEIGHT_BYTES
+            is_fused = policy.kind == "method" and not plan.method.reads_all
+            nodes_s = self.node_s * (FUSED_LAUNCHES if is_fused else FULL_LAUNCHES)
+            store_s = store.heads * store.slot_bytes / link + LINK_LAUNCHES * self.node_s
             load = late = spread = 0.0
             if on_host and policy.kind == "method":
                 spread = spread_s
@@ -286,15 +295,16 @@ class Step:
             blocks.append(
                 BlockTimes(
                     load=load + spread,
-                    attention=self._seconds(projections, products) + join_s,
+                    attention=self._seconds(projections, products) + join_s + nodes_s,
                     ffn=ffn_s + join_s,
                     prediction=self._seconds(Work(index_flops, index_read)),
-                    store=store.heads * store.slot_bytes / link if on_host else 0.0,
+                    store=store_s if on_host else 0.0,
                     late=late,
                 )
             )
         head = matmul(batch, shape.vocab_size * shape.hidden_size, weight_bytes)
-        blocks[-1] = blocks[-1]._replace(other=self._seconds(head))
+        other_s = self._seconds(head) + LAUNCHES_OF_A_PASS * self.node_s
+        blocks[-1] = blocks[-1]._replace(other=other_s)
         return blocks
 
     def _join_seconds(self, tokens: int) -> float:
