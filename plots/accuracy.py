@@ -380,6 +380,8 @@ def ruler(table: pd.DataFrame) -> Figure | None:
         style.bars(axes, panel.sort_values("group"), tick="{:,}".format)
         axes.set(xlabel="tokens of the prompt", ylabel="right answers (%)", ylim=(0, None))
 
-    shares = rows[rows.label != style.FULL]
-    note = f"budget {data.budget_range(shares)} %; {style.error_note(rows)}"
+    note = style.error_note(rows)
+    methods = rows[rows.label != style.FULL]
+    if len(methods):
+        note = f"budget {data.budget_range(methods)} %; {note}"
     return style.draw_rows(rows, ("model", "task", "prefill", "source"), draw, note=note)
