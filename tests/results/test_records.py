@@ -6,9 +6,11 @@ import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from harness.data.text import offline_text
 from harness.errors import UserError
@@ -300,6 +302,39 @@ def test_environment_is_json_and_knows_the_packages(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "PACKAGES_DIR", tmp_path)  # no git
     found = environment.describe()
     assert (found["commit"], found["dirty"], found["num_threads"]) == (None, None, None)
+
+
+SMI = """#!/bin/sh
+case "$*" in
+  "--query-gpu=uuid,driver_version,pcie.link.gen.current,"*"clocks.max.mem --format=csv,noheader,nounits") ;;
+  *) exit 2 ;;
+esac
+echo "GPU-aaaa, 580.65.06, 1, 5, 8, 16, 345, 1980, 2619, 2619"
+echo "GPU-bbbb, 580.65.06, 5, 5, 16, 16, 1755, 1980, 1593, [N/A]"
+"""
+
+
+def test_the_environment_of_a_gpu_has_its_driver_link_and_clocks(monkeypatch, tmp_path):
+    """As nvidia-smi tells them of the GPU that computed; nothing where it tells nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="bbbb"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    (unknown,) = environment.describe(["cuda:0"])["gpus"]
+    assert unknown == {}
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    found = environment.describe(["cuda:0"])
+    assert found["device_name"] == "a GPU" and json.loads(json.dumps(found)) == found
+    assert found["gpus"] == [{
+        "driver": "580.65.06", "pcie_generation": "5", "pcie_generation_max": "5", "pcie_width": "16",
+        "pcie_width_max": "16", "sm_mhz": "1755", "sm_mhz_max": "1980", "memory_mhz": "1593", "memory_mhz_max": "[N/A]",
+    }]  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="cccc"))
+    assert environment.describe(["cuda:0"])["gpus"] == [unknown], "it is neither of the two"
+    smi.write_text(SMI.replace('echo "GPU-bbbb', '# echo "'))
+    assert environment.describe(["cuda:0"])["gpus"][0]["sm_mhz"] == "345", "a part of the only one"
+    assert environment.describe(["cpu"])["gpus"] is environment.describe()["gpus"] is None
 
 
 WHOLE = "every decode row read the whole cache: the budget is never reached, so these are the full cache's numbers"
