@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from harness.errors import UserError
+from harness.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,20 @@ def cache_dir() -> Path:
     if own:
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kv-harness"
+
+
+@contextlib.contextmanager
+def writing_cache() -> Iterator[None]:
+    """Raise UserError where the `with` block cannot write to `cache_dir()`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"the cache {cache_dir()} cannot be written ({one_line(error)}); set KV_HARNESS_CACHE "
+            "to a folder with room"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness.errors import UserError, one_line, refused
-from harness.files import cache_dir, file_sha256
+from harness.errors import UserError, refused
+from harness.files import cache_dir, file_sha256, writing_cache
 from harness.model.shape import require_room
 
 if TYPE_CHECKING:
@@ -78,20 +76,6 @@ def converted(gguf: Path) -> Path:
                 _convert(gguf, scratch)
                 scratch.rename(directory)
     return directory
-
-
-@contextmanager
-def writing_cache() -> Iterator[None]:
-    """Raise UserError where the `with` block cannot write to `cache_dir()`."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"the cache {cache_dir()} cannot be written ({one_line(error)}); set KV_HARNESS_CACHE "
-            "to a folder with room"
-        ) from error
 
 
 def _convert(gguf: Path, target: Path) -> None:

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.files import replacing, text_sha256
+from harness.files import replacing, text_sha256, writing_cache
 from harness.model.attached import Attached
 from harness.model.attention import prompt_attention
-from harness.model.gguf_copy import writing_cache
 from harness.model.model_cache import ModelCache
 from harness.model.passes import (
     Handler,
