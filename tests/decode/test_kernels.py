@@ -240,7 +240,7 @@ def test_rows_are_moved_by_the_binaries_of_the_first_step(compiled):
     [
         (aot.launch_lists, 2 * len(COUNTS), 2),
         (aot.launch_attention, 9, 5),
-        (aot.launch_methods, 18, 9),
+        (aot.launch_methods, 16, 8),
         (aot.launch_samples, 15, 7),
         (aot.launch_rest, 8, 4),
     ],

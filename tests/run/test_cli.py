@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from harness.errors import UserError
-from harness.model import calibration
+from harness.model import prompts
 from harness.results.record import flat
 from harness.run.cli import main
 from harness.run.compose import compose, load, resolved
@@ -33,7 +33,7 @@ def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
     assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
     assert runs.loads == ["smollm2-135m"]
     printed = capsys.readouterr()
-    assert printed.err == "error: method=h2o: h2o is not well\n" and printed.out.count("| method ") == 1
+    assert printed.err == "error: method=h2o: h2o is not well\n" and printed.out.count("| label ") == 1
     assert "INT4" in printed.out and "H2O" not in printed.out
     assert {path.name for path in Path().iterdir()} == {"outputs"}
 
@@ -211,7 +211,7 @@ def test_a_full_cache_names_its_folder_and_what_moves_it(error, own_folder, monk
         raise error
 
     texts = reading(monkeypatch, own_folder, tiny_loaded())
-    monkeypatch.setattr(calibration, "save_file", full)
+    monkeypatch.setattr(prompts, "save_file", full)
     assert main(["method=infinigen", *texts, *SHORT]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"the cache {own_folder}/cache cannot be written" in line

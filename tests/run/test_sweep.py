@@ -210,7 +210,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(runs, small, capsys):
     out, err = capsys.readouterr()
     assert "1 of 3 runs were finished before, skipped" in out and "interrupted before, run again" in out
     assert err.startswith("experiment=accuracy: composing its runs\n"), "which takes seconds"
-    assert "Full cache" in out and out.count("| method") == 1, "one table"
+    assert "Full cache" in out and out.count("| label") == 1, "one table"
     assert out.endswith("\nfigures are in outputs/figures: fig11.png\n")
 
 
