@@ -247,11 +247,17 @@ def test_a_layer_launches_few_kernels(gpu, label):
     [
         "full",
         "kivi4",
+        "infinigen",
         "infinigen2",
         "infinigen2-linear",
         "infinigen2-sampled+int8",
+        "pqcache",
+        "quest",
+        "retroinfer",
         "shadowkv",
         "snapkv+int8",
+        "socket",
+        "twilight",
         "vattention",
     ],
 )

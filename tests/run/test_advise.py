@@ -30,7 +30,7 @@ from harness.settings.config import RunConfig
 from harness.settings.paths import PACKAGES_DIR
 from tests.runs import refusal_of
 
-FEW = ("Full cache", "KIVI-4", "InfiniGen2", "Quest", "Streaming", "InfiniGen2 + int8")
+FEW = ("Full cache", "KIVI-4", "InfiniGen2", "Quest", "Streaming", "Quest + int8")
 SMALL = ("model=llama3.1-8b", "model.shape.num_hidden_layers=4", "prompt_len=16256", "gen_len=8")
 
 
@@ -101,7 +101,7 @@ def test_a_step_that_selects_has_the_nodes_of_fused_kernels_and_of_the_link(few)
 def test_the_answer_joins_memory_speed_and_the_board(few):
     config = question("platform=rtx4090-pcie4", "batch_size=100")
     options, left = advise.options_of(config)
-    assert list(left) == ["InfiniGen2 + int8"]  # of which nobody measured answers
+    assert list(left) == ["Quest + int8"]  # of which nobody measured answers
     of = {(option.label, option.place): option for option in options}
     assert ("Full cache", "host, GPU cache") not in of and ("Streaming", "host") not in of
 
