@@ -399,45 +399,36 @@ def layer_inputs(subject: Subject) -> Iterator[Point]:
     chosen = subject.layers(()) or tuple(range(1, len(layers)))
     if 0 in chosen:
         raise UserError("analysis.layers: layer 0 has no layer before it; name layers from 1 on")
-    stream = _ResidualStream()
-    with ExitStack() as hooks:
-        hook = hooks.enter_context
-        for layer in layers:
-            hook(layer.block.register_forward_pre_hook(stream.enter, with_kwargs=True))
-            hook(layer.module.register_forward_hook(stream.attended))
-        subject.run()
-    similarities = torch.stack(stream.similarities)[[layer - 1 for layer in chosen]]  # [layers, 3]
-    metric = "cosine_similarity"
-    for name, found in zip(INPUTS, similarities.T, strict=True):
-        yield mean_point(found, name, metric)
-    for number, row in zip(chosen, similarities.tolist(), strict=True):
-        for name, value in zip(INPUTS, row, strict=True):
-            yield Point(name, metric, value, "layer", number, number)
+    similarities: list[
+        Tensor
+    ] = []  # of each layer from the second on, [3] in the order of `INPUTS`
+    earlier: list[Tensor] = []  # the block's input, and its attention's output
 
-
-class _ResidualStream:
-    """Hooks that compare each block input with the input and the outputs of the block before it.
-
-    similarities: for each layer from the second on, fp32 [3] in the order of `INPUTS`.
-    """
-
-    def __init__(self) -> None:
-        self.similarities: list[Tensor] = []
-        self.earlier: list[Tensor] = []  # the block's input, and its attention's output
-
-    def enter(self, module: Any, args: tuple[Any, ...], call: Mapping[str, Any]) -> None:
-        """A decoder layer has its input, [tokens, hidden_size]."""
-        hidden = (args[0] if args else call["hidden_states"])[0].float()
-        if self.earlier:
-            before, attn_out = self.earlier
+    def enter(module: Any, args: tuple[Any, ...], call: Mapping[str, Any]) -> None:
+        hidden = (args[0] if args else call["hidden_states"])[0].float()  # [tokens, hidden_size]
+        if earlier:
+            before, attn_out = earlier
             parts = (before, attn_out, hidden - before - attn_out)
             cosines = [torch.cosine_similarity(hidden, part, dim=-1).mean() for part in parts]
-            self.similarities.append(torch.stack(cosines).cpu())
-        self.earlier = [hidden]
+            similarities.append(torch.stack(cosines).cpu())
+        earlier[:] = [hidden]
 
-    def attended(self, module: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """An attention module has its output, which the residual stream is about to take in."""
-        self.earlier.append(output[0][0].float())
+    def attended(module: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        earlier.append(output[0][0].float())
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            entering = layer.block.register_forward_pre_hook(enter, with_kwargs=True)
+            hooks.enter_context(entering)
+            hooks.enter_context(layer.module.register_forward_hook(attended))
+        subject.run()
+    of_chosen = torch.stack([similarities[layer - 1] for layer in chosen])  # [layers, 3]
+    metric = "cosine_similarity"
+    for name, found in zip(INPUTS, of_chosen.T, strict=True):
+        yield mean_point(found, name, metric)
+    for number, row in zip(chosen, of_chosen.tolist(), strict=True):
+        for name, value in zip(INPUTS, row, strict=True):
+            yield Point(name, metric, value, "layer", number, number)
 
 
 # Runs

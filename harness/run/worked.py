@@ -1,11 +1,11 @@
-"""The worked questions of `results/advise.md`, beside speeds that others saw, and README's lines.
+"""The worked questions of `results/advise.md`, beside speeds that others saw.
 
 python -m harness.run.worked
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -13,11 +13,9 @@ import pandas as pd
 from harness.errors import UserError
 from harness.files import write_atomic
 from harness.results.metrics import LABEL
-from harness.results.sheet import Sheet, pipes, sheet_of
+from harness.results.sheet import Sheet, pipes
 from harness.run.advise import (
-    COLUMNS,
     KNOWN,
-    Option,
     beside,
     first_lines,
     launch_us,
@@ -29,12 +27,9 @@ from harness.run.advise import (
 from harness.run.compose import load
 from harness.settings.paths import COMMAND, SHIPPED
 
-MARK = "<!--advise-->"
-"""Before and after the lines of README that are written here."""
 
-
-def pages(readme: str) -> tuple[str, str]:
-    """The worked questions, as Markdown, and README with its lines of the first."""
+def page() -> str:
+    """The worked questions, as Markdown."""
     lines = [
         "# Advice",
         "",
@@ -53,9 +48,6 @@ def pages(readme: str) -> tuple[str, str]:
         except UserError as error:
             lines += [f"Refused: {error}.", "", asked["refused"]]
             continue
-        if number == 1:
-            before, _, after = readme.split(MARK)
-            readme = f"{before}{MARK}\n{in_readme(options)}\n{MARK}{after}"
         fits, pays = first_lines(options)
         first, *changes = recommendation(options)
         lines += [f"{fits} {pays}", "", first, "", *changes]
@@ -63,17 +55,7 @@ def pages(readme: str) -> tuple[str, str]:
             lines += ["", sheet.title + ":", "", pipes(sheet)]
         if "published" in asked:
             lines += ["", "Beside speeds that were seen:", "", pipes(beside_seen(asked))]
-    return "\n".join(lines) + "\n", readme
-
-
-def in_readme(options: Sequence[Option]) -> str:
-    """README's rows of the answer, and what was measured beside them."""
-    known = KNOWN["in_readme"]
-    best = []
-    for key, place in known["rows"]:
-        best.append(next(one for one in options if (one.key, one.place) == (key, place)))
-    shown = {heading: COLUMNS[name] for name, heading in known["columns"].items()}
-    return "\n\n".join([pipes(sheet_of("", best, shown)), timed()])
+    return "\n".join(lines) + "\n"
 
 
 def beside_seen(asked: Mapping[str, Any]) -> Sheet:
@@ -87,13 +69,5 @@ def beside_seen(asked: Mapping[str, Any]) -> Sheet:
     return Sheet("", pd.DataFrame(lines, columns=header))
 
 
-def main() -> None:
-    """Write `results/advise.md`, and README's lines."""
-    paths = SHIPPED / "advise.md", SHIPPED.parent / "README.md"
-    for path, text in zip(paths, pages(paths[1].read_text(encoding="utf-8")), strict=True):
-        write_atomic(path, text)
-        print(path)
-
-
 if __name__ == "__main__":
-    main()
+    write_atomic(SHIPPED / "advise.md", page())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from harness.model.shape import FFN_MATRICES, ModelShape, as_config, count_weigh
 from harness.paper.costmodel import published
 from harness.paper.costmodel.__main__ import main
 from harness.paper.costmodel.predict import (
-    FITTED,
     INT4_SHARE,
-    OVERLAPS,
     BlockTimes,
     Case,
     Layer,
@@ -22,7 +19,6 @@ from harness.paper.costmodel.predict import (
     block_ends,
     decode_block,
     load_platform,
-    predict,
     prefill_block,
 )
 from harness.results import columns
@@ -118,42 +114,6 @@ def test_every_model_of_a_known_family_has_its_weights(name):
     """Without norms, biases and OPT's positions."""
     counted = count_weights(name, as_config(name, SHAPES[name]))
     assert load_shape(name).weight_bytes / 2 == pytest.approx(counted, rel=0.015)
-
-
-@pytest.mark.parametrize("label", list(OVERLAPS))
-def test_overlap_hides_transfer_and_nothing_else(label, monkeypatch):
-    """More is never slower. With none, the second of two steps waits for its bytes, in and out, at the link's rate."""
-    totals = []
-    for overlap in ("none", "ffn", "block"):
-        monkeypatch.setitem(OVERLAPS, label, overlap)
-        totals.append(predict(opt13b(label))["total_s"])
-    assert totals == sorted(totals, reverse=True)
-    monkeypatch.setitem(OVERLAPS, label, "none")
-    case = opt13b(label, efficiency=FITTED._replace(row_fetch=1.0))
-    both, first = predict(case), predict(replace(case, gen_len=2))
-    moved = sum(both[name] - first[name] for name in ("h2d_bytes", "d2h_bytes"))
-    link = A6000.pageable_bytes_per_s if label == "offload-pageable" else A6000.link_bytes_per_s
-    waited = both["exposed_transfer_s"] - first["exposed_transfer_s"]
-    assert waited == pytest.approx(moved / link, rel=1e-6, abs=1e-9)
-
-
-def test_managed_memory_thrashes_only_where_it_does_not_fit():
-    """25.7 GB of weights and 33.6 GB of cache exceed 51.5 GB at batch 20, at batch 12 (20.1 GB) they do not."""
-    fits, thrashes = (predict(opt13b("uvm", batch_size=batch, gen_len=128)) for batch in (12, 20))
-    assert fits["exposed_transfer_s"] == pytest.approx(0, abs=1e-6)
-    touched = 40 * 629_145_600 + 40 * 20 * 20_480 * 2046  # weights and cache
-    assert thrashes["tpot_p95_s"] == pytest.approx(2 * touched / 12.4e9, rel=0.02)
-    assert predict(opt13b("uvm+h2o", batch_size=20, gen_len=128))["exposed_transfer_s"] == pytest.approx(0, abs=1e-6)
-
-
-def test_weights_in_host_memory_cross_the_link_in_each_step():
-    """The paper puts 30 % of OPT-30B there: of a link that is never idle, 48 blocks take that much more."""
-    paper = Case(A6000, load_shape("opt-30b"), "offload", batch_size=4, prompt_len=1920, gen_len=3)
-    assert paper.host_block_bytes == pytest.approx(0.3 * 24 * 7168**2)
-    roomy = replace(paper, platform=replace(A6000, device_bytes=1e12))
-    assert roomy.host_block_bytes == 0
-    longer = predict(paper)["tpot_p95_s"] - predict(roomy)["tpot_p95_s"]
-    assert longer == pytest.approx(48 * paper.host_block_bytes / 12.4e9, rel=1e-3)
 
 
 def test_every_published_number_the_fit_and_its_errors_are_printed(capsys):

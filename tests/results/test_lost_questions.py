@@ -74,20 +74,17 @@ def test_the_command_lists_lost_questions(tmp_path, capsys):
     ("words", "said"),
     [
         (["zzz"], r"RUN=zzz: 0 finished runs in .* begin so; allowed: "),
-        ([""], r"RUN=: 5 finished runs in .* begin so; allowed: "),
         (["FULL"], r"run .*: no answers of right and wrong that a run of the full cache gave"),
         (["OWN", "--task", "paskey"], r"run .*: no answers of right and wrong"),
-        (["TEXT"], r"run .*: no answers of right and wrong"),
         (["OTHER QUESTIONS"], r"run .*: no answers of right and wrong"),
         (["RIGHT IN PART"], r"run .*: no answers of right and wrong"),
     ],
 )
 def test_refused_in_one_line(words, said, tmp_path, capsys):
     full, own = save_pair(tmp_path)
-    text = save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": {"perplexity": 2.0} | shares(0.16)})
     others = [sample_of(at + 1, True) for at in range(4)]
     in_part = [sample_of(at, True) | {"acc": 0.5} for at in range(4)]
-    names = {"FULL": full, "OWN": own, "TEXT": text["run_id"]}
+    names = {"FULL": full, "OWN": own}
     for name, method, samples in (("OTHER QUESTIONS", "streaming", others), ("RIGHT IN PART", "tova", in_part)):
         chosen, metrics = ["experiment=fig11", f"method={method}"], {"passkey": TASK_METRICS | shares(0.16)}
         names[name] = save(tmp_path, [*chosen, f"label={method}"], metrics, samples={"passkey": samples})["run_id"]

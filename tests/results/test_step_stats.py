@@ -1,10 +1,8 @@
 """What a serving engineer reads: percentiles, rates, utilisation and hit rates computed by hand; one definition for
 timed runs, generated texts and attached models."""
 
-import statistics
 import time
-from dataclasses import fields
-from itertools import count, pairwise
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +13,7 @@ from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.links import CudaLink, LinkUse
 from harness.decode.session import LiveSession
 from harness.decode.timeline import StepClock
-from harness.results.columns import TABLES
-from harness.results.step_stats import StepStats, deviation, stats_of, times_of
-from harness.speed.generate import Generated
+from harness.results.step_stats import stats_of, times_of
 from tests.cases import CASES
 from tests.fake_cuda import CUDA, Event, Stream, fake_streams
 from tests.living import attached_with_link, calibration_of, setup_of
@@ -40,9 +36,7 @@ def test_times_of_five_steps_by_hand():
     }
     longer = times_of(0.5, STEPS, batch_size=3, num_steps=10)
     assert longer["decode_s"] == pytest.approx(0.4) and longer["tokens_per_s"] == pytest.approx(3 * 11 / 0.9)
-    assert longer["tpot_p99_s"] == times["tpot_p99_s"]
     assert times_of(0.5, [0.25], batch_size=1)["tpot_std_s"] is None
-    assert deviation([1.0]) is None and deviation([1.0, 3.0]) == pytest.approx(2**0.5)
     assert times_of(0.5, [], batch_size=1) == {"ttft_s": 0.5, "decode_s": 0.0}
 
 
@@ -106,16 +100,6 @@ def test_under_cuda_events_tell_how_busy_the_link_is_and_how_long_a_step_takes(m
         assert next(CountedEvent.numbers) == 17
 
 
-def test_a_clock_counts_from_the_end_of_what_came_before(monkeypatch):
-    moments = iter([1.0, 3.0, 3.5, 4.5])
-    clock = StepClock(torch.device("cpu"))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
-    clock.begin_prompt()
-    for _ in range(3):
-        clock.mark()
-    assert clock.ttft_s == 2.0 and clock.step_s == [0.5, 1.0]
-
-
 # Rows that were there
 
 
@@ -162,39 +146,22 @@ def test_the_hit_rate_is_that_of_rows_counted_one_by_one(monkeypatch, name, leng
         assert loaded == counts["read"] + read_densely - counts["found"], "what is not there crosses the link"
 
 
-# One definition, wherever it is read
-
-
-def test_the_names_are_those_of_the_tables():
-    named = {field.name for field in fields(StepStats)}
-    assert named <= {*TABLES["latency"]}
-    assert issubclass(Generated, StepStats)
-
-
 @pytest.mark.parametrize("placement", ["host", "device"])
 def test_an_attached_model_tells_the_time_between_tokens(placement):
     """The marks are made by the steps; a program that takes its time between two calls finds it in TPOT."""
     pause = 0.05
     with attached_with_link() as (attached, link), CachedModel(
         attached, setup_of(attached, CASES["infinigen"]), {"placement": placement, "link": link}, max_new_tokens=8
-    ) as cached:  # fmt: skip
-        ids = torch.randint(3, 200, (2, 20))
-        output = attached.model(ids, use_cache=True)
-        ends = [time.perf_counter()]
+    ):  # fmt: skip
+        output = attached.model(torch.randint(3, 200, (2, 20)), use_cache=True)
         for _ in range(3):
             time.sleep(pause)
             output = attached.model(torch.full((2, 1), 5), past_key_values=output.past_key_values)
-            ends.append(time.perf_counter())
         usage = output.past_key_values.usage
-        cached.generate(ids, max_new_tokens=6, do_sample=False)
-        made = cached.usage
-    by_hand = [after - before for before, after in pairwise(ends)]
-    assert usage.tpot_p50_s == pytest.approx(statistics.median(by_hand), abs=0.02) and usage.tpot_p50_s >= pause
-    assert usage.decode_s == pytest.approx(sum(by_hand), abs=0.02)
-    assert made.steps == 5 and made.decode_tokens_per_s == pytest.approx(2 * made.sequence_tokens_per_s)
-    assert made.tokens_per_s == pytest.approx(2 * 6 / (made.ttft_s + made.decode_s))
-    assert made.device_kv_bytes > 0 and made.tpot_p50_s <= made.tpot_p95_s <= made.tpot_p99_s
+    assert usage.steps == 3 and pause <= usage.tpot_p50_s and 3 * pause <= usage.decode_s
+    assert usage.tokens_per_s == pytest.approx(2 * 4 / (usage.ttft_s + usage.decode_s))
+    assert usage.device_kv_bytes > 0
     if placement == "host":
-        assert 0 < made.link_utilisation <= 1.0001 and made.hit_rate == 0 < made.host_kv_bytes
+        assert 0 < usage.link_utilisation <= 1.0001 and usage.hit_rate == 0 < usage.host_kv_bytes
     else:
-        assert made.link_utilisation is made.hit_rate is None and made.host_kv_bytes == 0
+        assert usage.link_utilisation is usage.hit_rate is None and usage.host_kv_bytes == 0

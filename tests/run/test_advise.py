@@ -208,16 +208,16 @@ def test_the_command_of_an_option_runs_what_was_modelled(few, place):
 
 
 def test_the_first_answer_stands_in_readme():
+    """Each of README's lines has the cells of one line of the page."""
     readme = (PACKAGES_DIR / "README.md").read_text(encoding="utf-8")
-    _, ours, _ = readme.split(worked.MARK)
     page = (PACKAGES_DIR / "results" / "advise.md").read_text(encoding="utf-8")
-    first = page[: page.index("## 2.")]
-    assert advise.timed() in ours and advise.timed() in page
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in ours.splitlines() if "|" in line][2:]
-    assert len(lines) == len(KNOWN["in_readme"]["rows"])
-    tables = [{cell.strip() for cell in line.strip("|").split("|")} for line in first.splitlines() if "|" in line]
-    for label, _, users, total, *_ in lines:  # as on the page
-        assert any({label, users, total} <= cells for cells in tables), label
+    assert advise.timed() in readme and advise.timed() in page
+    ours, tables = (
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+        for text in (readme.split("<!--advise-->")[1], page[: page.index("## 2.")])
+    )
+    assert len(ours) > 4
+    assert all(any({*cells} <= {*line} for line in tables) for cells in ours[2:])
 
 
 def test_what_is_asked_decides(few, monkeypatch):
@@ -246,10 +246,7 @@ def test_the_command_prints_it(few, capfd, tmp_path):
     data = json.loads(capfd.readouterr().out)  # nothing else
     assert not [*tmp_path.iterdir()]
     assert data["source"] == "modelled" and data["asked"]["batch_size"] == 100
-    assert f"Recommendation: {data['recommendation']['label']}" in printed and len(data["options"]) > 10
-    full = next(one for one in data["options"] if one["label"] == "Full cache" and one["place"] == "device")
-    assert full["users_that_fit"] == data["users_that_fit_without_offloading"] < 100
-    assert not data["fits_without_offloading"]
+    assert f"Recommendation: {data['options'][0]['label']}" in printed and len(data["options"]) > 10
     assert f"100 x {data['context_that_fits_without_offloading']:,} tokens" in printed
     assert (data["offloading_pays_from_users"] is None) == ("Offloading pays at no number" in printed)
     assert all(off["times"] > advise.OFF and off["what"] in printed for off in data["model_is_off"])
