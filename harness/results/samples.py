@@ -70,6 +70,21 @@ Numbers = dict[str, float | None]
 # Tables
 
 
+def _settings(records: Sequence[Record]) -> dict[str, str]:
+    """The settings of runs in words, by run_id; with the weights if runs of one model name have
+    different ones. A model may be replaced under its name."""
+    digests: dict[str, set[str | None]] = defaultdict(set)
+    for record in records:
+        digests[record["config"]["model"]["name"]].add(record["inputs"].get("model"))
+    found = {}
+    for record in records:
+        settings, digest = dict(record["settings"]), record["inputs"].get("model")
+        if digest and len(digests[record["config"]["model"]["name"]] - {None}) > 1:
+            settings["weights"] = digest[:8]
+        found[record["run_id"]] = in_words(settings)
+    return found
+
+
 def frames_of(
     records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple
 ) -> dict[str, pd.DataFrame]:
@@ -78,6 +93,7 @@ def frames_of(
     The full cache's run is looked for among the records, then among those that `elsewhere` returns.
     """
     finished = current(records)
+    settings = _settings(finished)
     rows: dict[str, list[Row]] = {name: [] for name in SHAPES}
     for record in finished:
         of_run = {
@@ -85,7 +101,7 @@ def frames_of(
             "model": record["config"]["model"]["name"],
             "method": record["config"]["method_name"],
             "label": record["config"]["label"],
-            "settings": in_words(record["settings"]),
+            "settings": settings[record["run_id"]],
             "run_id": record["run_id"],
         }
         for row in _rows_of(record):
