@@ -22,7 +22,7 @@ from methods.infinigen2 import balanced, mixing, moments
 from methods.infinigen_pool import InfiniGenPool
 from methods.kascade import Kascade
 from methods.oracle import Oracle
-from methods.pariskv import ParisKV, shares_of, sphere_levels
+from methods.pariskv import LEVELS, ParisKV, shares_of
 from methods.pqcache import PQCache
 from methods.projection import right_vectors
 from methods.prompt_evicting import ExpectedAttention, SnapKV
@@ -179,7 +179,7 @@ def test_pariskvs_magnitudes_are_the_best_for_a_random_direction():
     """Near the official code's table, which a sample of random directions gave; and no other levels near them err
     less."""
     published = [0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633]
-    levels = torch.tensor(sphere_levels(8, 8), dtype=torch.float64)
+    levels = torch.tensor(LEVELS, dtype=torch.float64)
     assert levels.tolist() == pytest.approx(published, abs=3.5e-3)
     vectors = torch.randn(50_000, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     elements = (vectors / vectors.norm(dim=-1, keepdim=True)).abs().view(-1, 1)

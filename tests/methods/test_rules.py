@@ -31,7 +31,7 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infinigen2 import InfiniGen2, balanced, mixing
 from methods.loki import Loki
-from methods.pariskv import ParisKV, random_signs, sphere_levels
+from methods.pariskv import LEVELS, ParisKV, random_signs
 from methods.pqcache import PQCache
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV
 from methods.quest import Quest
@@ -333,7 +333,7 @@ def pariskv(method: ParisKV, of: Of):
     """Patterns in the query's order give their keys votes; the candidates' keys in 4 bits rank them."""
     head_dim, count = of.key.shape[1], of.key.shape[1] // 8
     rotation = np.diag(random_signs(head_dim, method.seed).double().numpy()) @ plain_hadamard(head_dim)
-    levels = np.array(sphere_levels(8, 8))
+    levels = np.array(LEVELS)
     patterns, coded_keys = [], []
     for parts in (of.key @ rotation).reshape(-1, count, 8):
         patterns.append([tuple(np.where(part >= 0, 1, -1)) for part in parts])
