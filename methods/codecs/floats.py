@@ -98,12 +98,10 @@ class Nvfp4Codec(RowCodec):
     def row_bytes(self, head_dim: int) -> int:
         return self._first_code(head_dim) + plane_width(head_dim, self.bits)
 
-    def roundtrip(self, x: Tensor) -> Tensor:
-        return self._values(*self._quantize(x), x.dtype)
-
     def encode(self, x: Tensor) -> Tensor:
         head_dim = x.shape[-1]
         codes, scales, row_scale = self._quantize(x)
+        row_scale = row_scale.clone(memory_format=torch.contiguous_format)  # of no rows, too
         meta = torch.cat([row_scale.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
         missing = self._first_code(head_dim) - meta.shape[-1]
         return torch.cat([pad(meta, (0, missing)), pack_planes(codes, self.bits)], dim=-1)
@@ -114,9 +112,11 @@ class Nvfp4Codec(RowCodec):
         scales = packed[..., 4 : 4 + self._num_blocks(head_dim)].contiguous()
         packed_codes = packed[..., self._first_code(head_dim) :]
         codes = unpack_planes(packed_codes, self.bits, head_dim, torch.int32)
-        return self._values(
-            codes, scales.view(torch.float8_e4m3fn), row_scale.view(torch.float32), dtype
-        )
+        levels, _ = _e2m1(packed.device)
+        block_scales = scales.view(torch.float8_e4m3fn).float()
+        step = (block_scales * row_scale.view(torch.float32)).unsqueeze(-1)
+        element_steps = step.expand(*step.shape[:-1], NVFP4_BLOCK).flatten(-2)
+        return levels[codes].mul_(element_steps[..., :head_dim]).to(dtype)
 
     def _num_blocks(self, head_dim: int) -> int:
         return -(-head_dim // NVFP4_BLOCK)
@@ -144,14 +144,6 @@ class Nvfp4Codec(RowCodec):
         codes = torch.bucketize(normal.abs().contiguous(), boundaries, out_int32=True)
         codes += 8 * (normal < 0).int()
         return codes.flatten(-2)[..., :head_dim], scales, row_scale
-
-    def _values(
-        self, codes: Tensor, scales: Tensor, row_scale: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        levels, _ = _e2m1(codes.device)
-        step = (scales.float() * row_scale).unsqueeze(-1)
-        element_steps = step.expand(*step.shape[:-1], NVFP4_BLOCK).flatten(-2)
-        return levels[codes].mul_(element_steps[..., : codes.shape[-1]]).to(dtype)
 
     def _in_blocks(self, rows: Tensor) -> Tensor:
         """[..., head_dim] as [..., blocks, NVFP4_BLOCK], the last one filled up with zeros."""

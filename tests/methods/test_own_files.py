@@ -1,7 +1,6 @@
 """A method or a codec of the user's own, in a file or a package outside this project: chosen, refused in one line that
 names the file and the line, recorded, checked, decoded live."""
 
-import json
 import re
 import shutil
 import sys
@@ -237,20 +236,6 @@ def test_the_file_that_a_method_names_counts():
     data.unlink()
     with pytest.raises(ValueError, match=rf"method=mine: its file {data} cannot be read \(.*No such file"):
         run_id(*AS_METHOD)
-
-
-def test_accuracy_and_speed_of_a_codec_are_measured_and_recorded(texts, capsys):
-    write(CODEC)
-    shape = ["batch_size=2", "prompt_len=24", "gen_len=8", "warmup_steps=1", "timed_steps=2"]
-    for kind in ("perplexity", "latency"):
-        assert main([*AS_CODEC, "codec_settings.levels=100", f"experiment={kind}", *texts[:-1], *shape]) == 0
-    found = {(record := json.loads(path.read_text()))["experiment"]: record for path in Path().rglob("record.json")}
-    assert found.keys() == {"latency", "perplexity"}
-    for record in found.values():
-        assert (record["config"]["codec"], record["config"]["own_codec"]) == ("mine", {"levels": 100})
-        assert record["settings"]["codec_settings.levels"] == 100
-    (of_text,) = found["perplexity"]["metrics"].values()
-    assert of_text["budget"] == pytest.approx(18 / 32)  # 18 bytes for 16 elements
 
 
 # The contract
