@@ -130,7 +130,8 @@ class Nvfp4Codec(RowCodec):
         fp32 [..., 1]."""
         rows = x.float()
         head_dim = rows.shape[-1]
-        blocks = self._in_blocks(rows)
+        filled = pad(rows, (0, -head_dim % NVFP4_BLOCK))
+        blocks = filled.unflatten(-1, (-1, NVFP4_BLOCK))
         largest = blocks.abs().amax(-1)  # [..., blocks]
         # By a tensor: by a plain number CUDA multiplies by the inverse.
         most_code = largest.new_full((), E2M1_LEVELS[-1])
@@ -144,12 +145,6 @@ class Nvfp4Codec(RowCodec):
         codes = torch.bucketize(normal.abs().contiguous(), boundaries, out_int32=True)
         codes += 8 * (normal < 0).int()
         return codes.flatten(-2)[..., :head_dim], scales, row_scale
-
-    def _in_blocks(self, rows: Tensor) -> Tensor:
-        """[..., head_dim] as [..., blocks, NVFP4_BLOCK], the last one filled up with zeros."""
-        missing = -rows.shape[-1] % NVFP4_BLOCK
-        padded = pad(rows, (0, missing)) if missing else rows
-        return padded.unflatten(-1, (-1, NVFP4_BLOCK))
 
 
 @cache
