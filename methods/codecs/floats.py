@@ -55,13 +55,13 @@ class FloatCodec(RowCodec):
     def row_bytes(self, head_dim: int) -> int:
         return -(-head_dim * STORED_DTYPES[self.name].itemsize // 2) * 2
 
-    def roundtrip(self, x: Tensor) -> Tensor:
-        """`x` [..., head_dim] as it reads back from storage, in its own dtype; may be `x`
-        itself."""
-        return self._stored(x).to(x.dtype)
-
     def encode(self, x: Tensor) -> Tensor:
-        packed = self._stored(x).contiguous().view(torch.uint8)
+        # A cast turns numbers beyond the range into infinity or NaN; deployed kernels saturate.
+        stored = STORED_DTYPES[self.name]
+        most = torch.finfo(stored).max
+        if most < torch.finfo(x.dtype).max:
+            x = x.float().clamp(-most, most)
+        packed = x.to(stored).contiguous().view(torch.uint8)
         missing = self.row_bytes(x.shape[-1]) - packed.shape[-1]
         return pad(packed, (0, missing)) if missing else packed
 
@@ -69,14 +69,6 @@ class FloatCodec(RowCodec):
         """As `RowCodec.decode`; a view of `packed`, no copy, where rows are stored in `dtype`."""
         stored = STORED_DTYPES[self.name]
         return packed[..., : head_dim * stored.itemsize].view(stored).to(dtype)
-
-    def _stored(self, x: Tensor) -> Tensor:
-        # A cast turns numbers beyond the range into infinity or NaN; deployed kernels saturate.
-        stored = STORED_DTYPES[self.name]
-        most = torch.finfo(stored).max
-        if most < torch.finfo(x.dtype).max:
-            x = x.float().clamp(-most, most)
-        return x.to(stored)
 
 
 @dataclass(frozen=True)
