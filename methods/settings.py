@@ -37,9 +37,14 @@ def setting(default: Any, meaning: str | None = None, allowed: Allowed | None = 
     return dataclasses.field(default=default, metadata={MEANING: meaning, ALLOWED: allowed})
 
 
-@cache  # methods are made often while a budget is looked for, each with a check of its settings
 def settings_of(cls: Any) -> tuple[Setting, ...]:
     """All settings of a dataclass, in the order of its fields."""
+    return _read_once(cls)
+
+
+@cache
+def _read_once(cls: Any) -> tuple[Setting, ...]:
+    """Methods are made often while a budget is looked for, each with a check of its settings."""
     found = []
     for field in dataclasses.fields(cls):
         meaning = _said(cls, field.name, MEANING) or ""
