@@ -13,8 +13,8 @@ contract shows.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -70,19 +70,6 @@ class Subject:
     def run(self, *words: str) -> RunConfig:
         """The settings of a run of this model."""
         return replace(self.load(words), model=self.config.model, data=self.config.data)
-
-    @contextmanager
-    def trial(self, *words: str) -> Iterator[Trial]:
-        """A run with these settings on a prompt of the corpus and `STEPS` rows after it."""
-        config = self.run("experiment=latency", "placement=device", *words)
-        text = self.run("experiment=perplexity")
-        ids = corpus_ids(text.corpus, text.data, self.loaded.reader)[: PROMPT + STEPS]
-        with attach(self.loaded.model) as attached:
-            setup = prepare(config, self.loaded, attached, list)
-            trial = Trial(attached, None, setup, (PROMPT,), steps=STEPS)
-            tokens = torch.tensor([ids], device=attached.device)
-            trial.batch = tokens, torch.ones_like(tokens, dtype=torch.bool)
-            yield trial
 
     @cached_property
     def scored(self) -> tuple[Scored, Scored]:
@@ -167,17 +154,22 @@ def the_budget_bites(subject: Subject) -> str:
 
 def generated_tokens_are_quantized(subject: Subject) -> str:
     """In the first layer, whose input no codec changes, keys of decode steps are codes."""
-    stored = []
+    loaded, stored = subject.loaded, []
     codec = IntegerCodec("int4")
+    text = subject.run("experiment=perplexity")
+    ids = corpus_ids(text.corpus, text.data, loaded.reader)[: PROMPT + STEPS]
+    tokens = torch.tensor([ids], device=loaded.model.device)
     for name in ("fp32", codec.name):
-        with (
-            subject.trial("method=full", f"codec={name}") as trial,
-            closing(trial.open_live()) as live,
-        ):
-            trial.force(live)
-            store = live.stores[0]
-            rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS])
-            stored.append(rows.keys.float()[:, :, PROMPT:])
+        config = subject.run("experiment=latency", "method=full", f"codec={name}")
+        with attach(loaded.model) as attached:
+            setup = prepare(config, loaded, attached, list)
+            trial = Trial(attached, None, setup, (PROMPT,), steps=STEPS)
+            trial.batch = tokens, torch.ones_like(tokens, dtype=torch.bool)
+            with closing(trial.open_live()) as live:
+                trial.force(live)
+                store = live.stores[0]
+                rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS])
+                stored.append(rows.keys.float()[:, :, PROMPT:])
     keys, coded = stored
     expected = codec.roundtrip(keys)
     error = float((coded - keys).norm() / keys.norm())
