@@ -4,17 +4,16 @@ comparisons reported in 2026.
     python run.py experiment=contract thorough=true
 
 Three start tokens, a dropped answer prefix, a budget without effect, a quantizer that leaves the
-generated tokens exact, a full cache that is not the model's own: each is a check of the loaded
-model (SmolLM2 by default) that runs now. `trust.md` of the results folder has what each saw, with
-the date and the digest of the code. That accuracy is of the code whose speed is measured, the
-contract shows.
+generated tokens exact, a full cache that is not the model's own, an accuracy that is not that of
+the code whose speed is measured: each is a check of the loaded model (SmolLM2 by default) that runs
+now. `trust.md` of the results folder has what each saw, with the date and the digest of the code.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
+from harness.checks import contract
 from harness.checks.contract import BrokenError
 from harness.checks.two_ways import Trial, largest_difference
 from harness.data.tasks import load_suite
@@ -70,6 +70,19 @@ class Subject:
     def run(self, *words: str) -> RunConfig:
         """The settings of a run of this model."""
         return replace(self.load(words), model=self.config.model, data=self.config.data)
+
+    @contextmanager
+    def trial(self, *words: str) -> Iterator[Trial]:
+        """A run with these settings on a prompt of the corpus and `STEPS` rows after it."""
+        config = self.run("experiment=latency", "placement=device", *words)
+        text = self.run("experiment=perplexity")
+        ids = corpus_ids(text.corpus, text.data, self.loaded.reader)[: PROMPT + STEPS]
+        with attach(self.loaded.model) as attached:
+            setup = prepare(config, self.loaded, attached, list)
+            trial = Trial(attached, None, setup, (PROMPT,), steps=STEPS)
+            tokens = torch.tensor([ids], device=attached.device)
+            trial.batch = tokens, torch.ones_like(tokens, dtype=torch.bool)
+            yield trial
 
     @cached_property
     def scored(self) -> tuple[Scored, Scored]:
@@ -154,27 +167,25 @@ def the_budget_bites(subject: Subject) -> str:
 
 def generated_tokens_are_quantized(subject: Subject) -> str:
     """In the first layer, whose input no codec changes, keys of decode steps are codes."""
-    loaded, stored = subject.loaded, []
+    stored = []
     codec = IntegerCodec("int4")
-    text = subject.run("experiment=perplexity")
-    ids = corpus_ids(text.corpus, text.data, loaded.reader)[: PROMPT + STEPS]
-    tokens = torch.tensor([ids], device=loaded.model.device)
     for name in ("fp32", codec.name):
-        config = subject.run("experiment=latency", "method=full", f"codec={name}")
-        with attach(loaded.model) as attached:
-            setup = prepare(config, loaded, attached, list)
-            trial = Trial(attached, None, setup, (PROMPT,), steps=STEPS)
-            trial.batch = tokens, torch.ones_like(tokens, dtype=torch.bool)
-            with closing(trial.open_live()) as live:
-                trial.force(live)
-                store = live.stores[0]
-                rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS])
-                stored.append(rows.keys.float()[:, :, PROMPT:])
+        with (
+            subject.trial("method=full", f"codec={name}") as trial,
+            closing(trial.open_live()) as live,
+        ):
+            trial.force(live)
+            store = live.stores[0]
+            rows = store.format.unpack(store.slots[:, :, : PROMPT + STEPS])
+            stored.append(rows.keys.float()[:, :, PROMPT:])
     keys, coded = stored
+    words = f"{keys.shape[2]} tokens after the prompt under INT4"
+    if coded.shape != keys.shape:
+        return _seen(False, f"{words}: {coded.shape[2]} of them are codes")
     expected = codec.roundtrip(keys)
     error = float((coded - keys).norm() / keys.norm())
     same = torch.allclose(coded, expected, rtol=1e-3, atol=1e-3 * float(keys.abs().max()))
-    words = f"{keys.shape[2]} tokens after the prompt under INT4: {_equal(same)} their codes"
+    words += f": {_equal(same)} their codes"
     return _seen(same and error > 0, f"{words}, {100 * error:.1f} % from exact")
 
 
@@ -201,12 +212,26 @@ def the_full_cache_is_the_models_own(subject: Subject) -> str:
     return _seen(holds, words)
 
 
+def live_is_replay(subject: Subject) -> str:
+    """Decode steps, which are timed, and replay, which is scored, give equal logits."""
+    seen = []
+    for method in LOOKED_AT["live"]:
+        with subject.trial(f"method={method}") as trial:
+            try:
+                words = contract.live_is_replay(trial)
+            except BrokenError as error:
+                raise BrokenError(f"{method}: {error}") from error
+        seen.append(f"{method} {words.removeprefix('largest difference ')}")
+    return f"{STEPS} steps, the same shares, and logits within: {', '.join(seen)}"
+
+
 CHECKS: dict[str, Callable[[Subject], str]] = {
     "one start token": one_start_token,
     "the answer begins as the task says": the_answer_begins_as_the_task_says,
     "the budget bites": the_budget_bites,
     "generated tokens are quantized": generated_tokens_are_quantized,
     "the full cache is the model's own": the_full_cache_is_the_models_own,
+    "live decoding is replay": live_is_replay,
 }
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.checks import trust
 from harness.checks.contract import BrokenError
+from harness.checks.two_ways import Trial
 from harness.errors import UserError
 from harness.results.columns import read_frame
 from harness.run import cli
@@ -37,7 +38,7 @@ def subject(default_model) -> trust.Subject:
 @pytest.fixture
 def few(monkeypatch):
     """Less of each check."""
-    less = {"budgets": ["infinigen2"], "window": 256}
+    less = {"budgets": ["infinigen2"], "live": ["full", "h2o"], "window": 256}
     less |= {"prefixed": ["niah_single_1"], "prompt": 600, "questions": 1}
     assert less.keys() == trust.LOOKED_AT.keys()
     for name, value in less.items():
@@ -83,10 +84,26 @@ def test_a_setting_without_effect_is_seen(check, setting, subject, few, monkeypa
         check(subject)
 
 
+def test_generated_tokens_that_are_not_in_the_store_are_seen(subject, few, monkeypatch):
+    run = subject.run
+
+    def longer(self: trust.Subject, *words: str):
+        return run(*words, *(["residual=64"] if "codec=int4" in words else []))
+
+    monkeypatch.setattr(trust.Subject, "run", longer)
+    with pytest.raises(BrokenError, match="^7 tokens after the prompt under INT4: 0 of them are codes$"):
+        trust.generated_tokens_are_quantized(subject)
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_what_is_no_number_is_seen(number, subject, few, monkeypatch):
-    """A log-likelihood that is NaN, first or later."""
-    wrong, scores = [-1.0, -2.0], [-1.0, -2.0]
+    """Logits of one method and a log-likelihood that are NaN, first or later."""
+    force, scores = Trial.force, [-1.0, -2.0]
+    monkeypatch.setattr(Trial, "force", lambda *args: force(*args) * nan)
+    monkeypatch.setitem(trust.LOOKED_AT, "live", trust.LOOKED_AT["live"][number:])
+    with pytest.raises(BrokenError, match="logits differ by nan"):
+        trust.live_is_replay(subject)
+    wrong = [-1.0, -2.0]
     wrong[number] = nan
     of_both = [own._replace(scores=given) for own, given in zip(subject.scored, (wrong, scores), strict=True)]
     monkeypatch.setitem(vars(subject), "scored", of_both)
