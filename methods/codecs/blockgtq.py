@@ -76,10 +76,6 @@ class BlockGtqCodec(TileCodec):
         dealt = dealt_bytes(code_bytes(head_dim // 2, WIDTH_BITS), self.group_size)
         return dealt + 2 * self.most_bits + plane_width(head_dim, self.bits)
 
-    def tiles_back(self, x: Tensor) -> Tensor:
-        codes, lengths, widths = self._quantize(x.unflatten(-2, (-1, self.group_size)))
-        return self._values(codes, lengths.float(), layout_of(widths)).flatten(-3, -2)
-
     def encode(self, x: Tensor) -> Tensor:
         codes, lengths, widths = self._quantize(x.unflatten(-2, (-1, self.group_size)))
         dealt = deal_out(pack_codes(widths - 1, WIDTH_BITS), self.group_size)
@@ -97,7 +93,10 @@ class BlockGtqCodec(TileCodec):
         length_bytes = 2 * self.most_bits
         lengths = packed_rows[..., :length_bytes].contiguous().view(torch.float16).float()
         codes = unpack_widths(packed_rows[..., length_bytes:], layout.width)
-        return self._values(codes, lengths, layout).flatten(-3, -2).to(dtype)
+        places = self._centroids(codes, layout) * _by_place(lengths, layout)
+        back = _rotated(places, layout, inverse=True)
+        at = layout.channel.unsqueeze(-2).expand(back.shape)
+        return torch.zeros_like(back).scatter_(-1, at, back).flatten(-3, -2).to(dtype)
 
     def _quantize(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantised tiles [..., tokens, head_dim]: codes in the order of places, int32; fp16
@@ -122,13 +121,6 @@ class BlockGtqCodec(TileCodec):
         coded_length = self._lengths(self._centroids(codes, layout), layout)
         scale = to_half(length / coded_length.masked_fill(coded_length == 0, 1.0))
         return codes, scale, widths
-
-    def _values(self, codes: Tensor, lengths: Tensor, layout: Layout) -> Tensor:
-        """fp32 tiles [..., tokens, head_dim]."""
-        places = self._centroids(codes, layout) * _by_place(lengths, layout)
-        back = _rotated(places, layout, inverse=True)
-        at = layout.channel.unsqueeze(-2).expand(back.shape)
-        return torch.zeros_like(back).scatter_(-1, at, back)
 
     def _centroids(self, codes: Tensor, layout: Layout) -> Tensor:
         """fp32, of the shape of `codes`."""

@@ -55,13 +55,13 @@ class FloatCodec(RowCodec):
     def row_bytes(self, head_dim: int) -> int:
         return -(-head_dim * STORED_DTYPES[self.name].itemsize // 2) * 2
 
-    def roundtrip(self, x: Tensor) -> Tensor:
-        """`x` [..., head_dim] as it reads back from storage, in its own dtype; may be `x`
-        itself."""
-        return self._stored(x).to(x.dtype)
-
     def encode(self, x: Tensor) -> Tensor:
-        packed = self._stored(x).contiguous().view(torch.uint8)
+        # A cast turns numbers beyond the range into infinity or NaN; deployed kernels saturate.
+        stored = STORED_DTYPES[self.name]
+        most = torch.finfo(stored).max
+        if most < torch.finfo(x.dtype).max:
+            x = x.float().clamp(-most, most)
+        packed = x.to(stored).contiguous().view(torch.uint8)
         missing = self.row_bytes(x.shape[-1]) - packed.shape[-1]
         return pad(packed, (0, missing)) if missing else packed
 
@@ -69,14 +69,6 @@ class FloatCodec(RowCodec):
         """As `RowCodec.decode`; a view of `packed`, no copy, where rows are stored in `dtype`."""
         stored = STORED_DTYPES[self.name]
         return packed[..., : head_dim * stored.itemsize].view(stored).to(dtype)
-
-    def _stored(self, x: Tensor) -> Tensor:
-        # A cast turns numbers beyond the range into infinity or NaN; deployed kernels saturate.
-        stored = STORED_DTYPES[self.name]
-        most = torch.finfo(stored).max
-        if most < torch.finfo(x.dtype).max:
-            x = x.float().clamp(-most, most)
-        return x.to(stored)
 
 
 @dataclass(frozen=True)
@@ -98,12 +90,10 @@ class Nvfp4Codec(RowCodec):
     def row_bytes(self, head_dim: int) -> int:
         return self._first_code(head_dim) + plane_width(head_dim, self.bits)
 
-    def roundtrip(self, x: Tensor) -> Tensor:
-        return self._values(*self._quantize(x), x.dtype)
-
     def encode(self, x: Tensor) -> Tensor:
         head_dim = x.shape[-1]
         codes, scales, row_scale = self._quantize(x)
+        row_scale = row_scale.clone(memory_format=torch.contiguous_format)  # of no rows, too
         meta = torch.cat([row_scale.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
         missing = self._first_code(head_dim) - meta.shape[-1]
         return torch.cat([pad(meta, (0, missing)), pack_planes(codes, self.bits)], dim=-1)
@@ -114,9 +104,11 @@ class Nvfp4Codec(RowCodec):
         scales = packed[..., 4 : 4 + self._num_blocks(head_dim)].contiguous()
         packed_codes = packed[..., self._first_code(head_dim) :]
         codes = unpack_planes(packed_codes, self.bits, head_dim, torch.int32)
-        return self._values(
-            codes, scales.view(torch.float8_e4m3fn), row_scale.view(torch.float32), dtype
-        )
+        levels, _ = _e2m1(packed.device)
+        block_scales = scales.view(torch.float8_e4m3fn).float()
+        step = (block_scales * row_scale.view(torch.float32)).unsqueeze(-1)
+        element_steps = step.expand(*step.shape[:-1], NVFP4_BLOCK).flatten(-2)
+        return levels[codes].mul_(element_steps[..., :head_dim]).to(dtype)
 
     def _num_blocks(self, head_dim: int) -> int:
         return -(-head_dim // NVFP4_BLOCK)
@@ -130,7 +122,8 @@ class Nvfp4Codec(RowCodec):
         fp32 [..., 1]."""
         rows = x.float()
         head_dim = rows.shape[-1]
-        blocks = self._in_blocks(rows)
+        filled = pad(rows, (0, -head_dim % NVFP4_BLOCK))
+        blocks = filled.unflatten(-1, (-1, NVFP4_BLOCK))
         largest = blocks.abs().amax(-1)  # [..., blocks]
         # By a tensor: by a plain number CUDA multiplies by the inverse.
         most_code = largest.new_full((), E2M1_LEVELS[-1])
@@ -144,20 +137,6 @@ class Nvfp4Codec(RowCodec):
         codes = torch.bucketize(normal.abs().contiguous(), boundaries, out_int32=True)
         codes += 8 * (normal < 0).int()
         return codes.flatten(-2)[..., :head_dim], scales, row_scale
-
-    def _values(
-        self, codes: Tensor, scales: Tensor, row_scale: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        levels, _ = _e2m1(codes.device)
-        step = (scales.float() * row_scale).unsqueeze(-1)
-        element_steps = step.expand(*step.shape[:-1], NVFP4_BLOCK).flatten(-2)
-        return levels[codes].mul_(element_steps[..., : codes.shape[-1]]).to(dtype)
-
-    def _in_blocks(self, rows: Tensor) -> Tensor:
-        """[..., head_dim] as [..., blocks, NVFP4_BLOCK], the last one filled up with zeros."""
-        missing = -rows.shape[-1] % NVFP4_BLOCK
-        padded = pad(rows, (0, missing)) if missing else rows
-        return padded.unflatten(-1, (-1, NVFP4_BLOCK))
 
 
 @cache

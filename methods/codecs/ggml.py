@@ -54,10 +54,6 @@ class GgmlCodec(Family):
         num_blocks = -(-head_dim // GGML_BLOCK)
         return num_blocks * (self._meta_bytes + GGML_BLOCK * self.bits // 8)
 
-    def roundtrip(self, x: Tensor) -> Tensor:
-        codes, scale, minimum = self._quantize(x)
-        return self._values(codes, scale.float(), minimum.float(), x.shape[-1]).to(x.dtype)
-
     def encode(self, x: Tensor) -> Tensor:
         codes, scale, minimum = self._quantize(x)
         parts = [scale.view(torch.uint8)]
@@ -86,7 +82,8 @@ class GgmlCodec(Family):
             high = _unpack_high_bits(packed_codes[..., : GGML_BLOCK // 8])
             low = unpack_planes(packed_codes[..., GGML_BLOCK // 8 :], 4, GGML_BLOCK, torch.float32)
             codes = low + 16 * high
-        return self._values(codes, scale, minimum, head_dim).to(dtype)
+        rows = (codes * scale + minimum).flatten(-2)[..., :head_dim]
+        return self._rotated(rows).to(dtype)
 
     @property
     def _meta_bytes(self) -> int:
@@ -117,11 +114,6 @@ class GgmlCodec(Family):
             whole = magnitude.floor()
             codes = scaled.sign() * (whole + (2 * (magnitude - whole)).floor_())
         return codes, to_half(scale), to_half(minimum)
-
-    def _values(self, codes: Tensor, scale: Tensor, minimum: Tensor, head_dim: int) -> Tensor:
-        """fp32 rows [..., head_dim]."""
-        rows = (codes * scale + minimum).flatten(-2)[..., :head_dim]
-        return self._rotated(rows)
 
     def _rotated(self, rows: Tensor) -> Tensor:
         if self.rotation is None or rows.shape[-1] % ROTATED:

@@ -59,9 +59,6 @@ class KvarnCodec(TileCodec):
         meta_bytes = dealt_bytes(self._tile_meta_bytes(head_dim), self.group_size)
         return meta_bytes + plane_width(head_dim, self.bits)
 
-    def tiles_back(self, x: Tensor) -> Tensor:
-        return self._values(*self._quantize(x))
-
     def encode(self, x: Tensor) -> Tensor:
         codes, *meta = self._quantize(x)
         meta_bytes = torch.cat([part.flatten(-2) for part in meta], -1).view(torch.uint8)
@@ -78,8 +75,10 @@ class KvarnCodec(TileCodec):
         codes = tiles if self.of_values else tiles.mT
         rows, columns = codes.shape[-2:]
         step, minimum, scale = meta.split([rows, rows, columns], -1)
-        values = self._values(codes, step.unsqueeze(-1), minimum.unsqueeze(-1), scale.unsqueeze(-2))
-        return values.to(dtype)
+        values = codes * step.unsqueeze(-1).float() + minimum.unsqueeze(-1).float()
+        values = values * scale.unsqueeze(-2).float()
+        by_token = values if self.of_values else values.mT
+        return hadamard(by_token.flatten(-3, -2)).to(dtype)
 
     def _tile_meta_bytes(self, head_dim: int) -> int:
         """Bytes of a tile's steps, minima and scales."""
@@ -101,11 +100,6 @@ class KvarnCodec(TileCodec):
         codes = ((balanced - minimum) / step).round_().clamp_(0, 2**self.bits - 1)
         step, minimum = to_half(row_scales * step), to_half(row_scales * minimum)
         return codes, step, minimum, to_half(column_scales)
-
-    def _values(self, codes: Tensor, step: Tensor, minimum: Tensor, scale: Tensor) -> Tensor:
-        """fp32 rows [..., tokens, head_dim]."""
-        tiles = (codes * step.float() + minimum.float()) * scale.float()
-        return hadamard((tiles if self.of_values else tiles.mT).flatten(-3, -2))
 
 
 def balancing_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,30 +53,19 @@ class TurboCodec(Family):
     def row_bytes(self, head_dim: int) -> int:
         return 2 + code_bytes(head_dim, self.bits)
 
-    def roundtrip(self, x: Tensor) -> Tensor:
-        return self._values(*self._quantize(x), x.dtype)
-
     def encode(self, x: Tensor) -> Tensor:
-        codes, scale = self._quantize(x)
-        return torch.cat([scale.half().view(torch.uint8), pack_codes(codes, self.bits)], dim=-1)
-
-    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-        scale = packed[..., :2].view(torch.float16).float()
-        codes = unpack_codes(packed[..., 2:], self.bits, head_dim)
-        return self._values(codes, scale, dtype)
-
-    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """codes, int32 [..., head_dim], and scale [..., 1], rounded to fp16, in fp32."""
         rows = hadamard(in_range(x))
         centroids, boundaries = normal_levels(self.bits, x.device)
         length = total(rows.square()).sqrt_()
         normal = rows * (rows.shape[-1] ** 0.5 / length.masked_fill(length == 0, 1.0))
         codes = torch.bucketize(normal.contiguous(), boundaries, out_int32=True)
-        scale = length.div_(total(centroids[codes].square()).sqrt_())
-        return codes, to_half(scale).float()
+        scale = to_half(length.div_(total(centroids[codes].square()).sqrt_()))
+        return torch.cat([scale.view(torch.uint8), pack_codes(codes, self.bits)], dim=-1)
 
-    def _values(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        centroids, _ = normal_levels(self.bits, codes.device)
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        scale = packed[..., :2].view(torch.float16).float()
+        codes = unpack_codes(packed[..., 2:], self.bits, head_dim)
+        centroids, _ = normal_levels(self.bits, packed.device)
         return hadamard(centroids[codes].mul_(scale)).to(dtype)
 
 

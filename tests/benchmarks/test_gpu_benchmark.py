@@ -101,34 +101,17 @@ def test_no_run_begins_after_the_minutes(tmp_path, capsys):
     assert len(records(tmp_path)) == 1
 
 
-def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    def refuse(attached, prompt, timed_run, **settings):
-        if timed_run.placement == "device":
-            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-        return time_run(attached, prompt, timed_run, **settings)
-
+def test_a_part_that_fails_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     def breaks(*_):
         yield gpu.Rate("h2d", [1.0], "")
         raise RuntimeError("driver")
 
-    from harness.speed.latency import time_run
-
-    monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "offload"))
-    monkeypatch.setattr(gpu, "gather_rates", lambda *_: iter(()))
-    monkeypatch.setattr("harness.speed.latency.time_run", refuse)
     monkeypatch.setattr(gpu, "link_rates", breaks)
-    assert run(tmp_path, "--shapes", "1x24") == 2
-    printed, told = capsys.readouterr()
-    assert "link: failed, RuntimeError: driver" in printed.splitlines()
-    assert "1 of 2 runs failed" in told and "out of memory: lower batch_size=1 or prompt_len=24" in told
-    statuses = {each["config"]["label"]: each["status"] for each in records(tmp_path)}
-    assert statuses == {"ideal": "failed", "offload": "finished"}
-    assert "h2d" in (tmp_path / "rates.csv").read_text(), "what came before a failure stays"
-    monkeypatch.setattr("harness.speed.latency.time_run", time_run)
-    monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "infinigen"))
-    assert run(tmp_path, "--shapes", "1x24", "--parts", "steps") == 0
-    lines = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("1 x 24 ")]
-    assert lines == ["ideal", "ideal", "infinigen"]
+    monkeypatch.setattr(gpu, "gather_rates", lambda *_: iter([gpu.Rate("gather", [1.0], "")]))
+    assert run(tmp_path, "--parts", "link", "gather") == 2
+    assert "link: failed, RuntimeError: driver" in capsys.readouterr().out.splitlines()
+    table = (tmp_path / "rates.csv").read_text()
+    assert "h2d" in table and "gather" in table, "what came before a failure stays"
 
 
 def spoilt(pipe):
@@ -180,17 +163,10 @@ def test_the_runs_of_a_gpu_are_ordinary_ones():
     assert gpu.SYSTEMS[0] == "ideal" and gpu.SYSTEMS[-1] == "offload-pageable"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "opt-14b"], "opt-14b"),
-        (["gen_length=3"], "unknown setting gen_length: did you mean 'gen_len'"),
-        (["--platform", "cuda"], "platform=cuda: torch finds no CUDA device here; allowed: cpu"),
-    ],
-)
-def test_refuses_in_a_line(arguments, message, monkeypatch, capsys):
+def test_refuses_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert message in refusal_of(gpu.main, ["--platform", "cpu", *arguments], capsys)
+    said = refusal_of(gpu.main, ["--platform", "cuda"], capsys)
+    assert "platform=cuda: torch finds no CUDA device here; allowed: cpu" in said
 
 
 @with_gpu

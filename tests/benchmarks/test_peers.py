@@ -1,18 +1,14 @@
 """`python -m benchmarks.peers` on a tiny model: our results are the peers', and a difference is told.
 
-kvpress's pipeline needs an older transformers than this project's, so a stand-in, written here from the rule, takes its
-place in the peers' process.
+kvpress's pipeline needs an older transformers than this project's: `question` and `sweep` are not run here.
 """
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 import torch
 
 from benchmarks import peers
-from benchmarks.peer_process import Timed, Took
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
@@ -20,38 +16,6 @@ SIZES = peers.Sizes(
     rounds=1, windows=1, window=64, contexts=(200,), answer=6, questions=1, texts=3, text_context=60, text_new=5,
     batches=(1, 2), prompt=40, warm_up=1, steps=4,
 )  # fmt: skip
-KVPRESS = """
-import torch
-from transformers import DynamicCache
-
-class KnormPress:
-    def __init__(self, compression_ratio, sign=1):
-        self.kept_share, self.sign = 1 - compression_ratio, sign
-
-class KVPressTextGenerationPipeline:
-    def __init__(self, model, tokenizer):
-        self.model, self.tokenizer = model, tokenizer
-
-    def preprocess(self, context, questions, prefix, limit):
-        context, *questions = (torch.tensor([self.tokenizer(text).input_ids]) for text in (context, *questions))
-        return {"context_ids": context, "questions_ids": questions}
-
-    def __call__(self, context, question, press, max_new_tokens):
-        made = self.preprocess(context, [question], "", 0)
-        context, (ids,) = made["context_ids"], made["questions_ids"]
-        cache, length, tokens = DynamicCache(), context.shape[1], []
-        self.model.model(context, past_key_values=cache)
-        for layer in cache.layers:
-            shortest = (press.sign * layer.keys.norm(dim=-1)).topk(int(length * press.kept_share), largest=False)
-            chosen = shortest.indices.sort().values[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
-            layer.keys, layer.values = layer.keys.gather(2, chosen), layer.values.gather(2, chosen)
-        while len(tokens) < max_new_tokens and 2 not in tokens:
-            places = torch.arange(length, length + ids.shape[1])[None]
-            length += ids.shape[1]
-            ids = self.model(ids, past_key_values=cache, position_ids=places).logits[:, -1:].argmax(-1)
-            tokens.append(int(ids))
-        return {"answer": self.tokenizer.decode(tokens, skip_special_tokens=True)}
-"""
 
 
 @pytest.fixture
@@ -95,20 +59,6 @@ def test_a_window_is_replayed_under_each_method_and_the_full_cache(model, capsys
     assert full[5] == "1.00 (1.00 to 1.00)"
 
 
-def test_answers_are_those_of_the_peers_process(model, tmp_path, monkeypatch, capsys):
-    (tmp_path / "kvpress.py").write_text(KVPRESS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    other = {"__missing__": lambda *_: ("KnormPress", {"sign": -1}, [])}  # no rule of ours, and not of the sweep
-    monkeypatch.setattr(peers, "ASKED", ("knorm", "keydiff"))
-    monkeypatch.setattr(peers, "PRESSES", type("Presses", (dict,), other)(knorm=peers.PRESSES["knorm"]))
-    jobs = ["--jobs", "question", "sweep", "--peers-python", sys.executable]
-    assert peers.main([model, *jobs]) == 2
-    printed, told = capsys.readouterr()
-    equal = [(cells[0], cells[-1]) for cells in rows(printed)]
-    assert equal == [("question", "yes"), ("question", "NO"), ("sweep", "yes")]
-    assert "question, keydiff, 200 tokens: not equal to kvpress" in told
-
-
 def test_a_job_that_fails_and_a_loss_that_differs_are_told_and_the_others_go_on(model, monkeypatch, capsys):
     def fail(bench):
         raise ValueError("no such luck")
@@ -119,14 +69,3 @@ def test_a_job_that_fails_and_a_loss_that_differs_are_told_and_the_others_go_on(
     printed, told = capsys.readouterr()
     assert "texts: failed, ValueError: no such luck" in told and rows(printed)[0][0] == "perplexity"
     assert "perplexity, 1 x 64 tokens: not equal to transformers forward" in told
-
-
-def test_contestants_take_turns_and_may_time_themselves():
-    order: list[str] = []
-    own = {"one": lambda: order.append("one") or 1, "two": lambda: order.append("two") or Timed(Took(3.0, 2.0), "b")}
-    times, results = peers.in_turn("case", own, 2)
-    assert order == ["one", "two", "two", "one", "one", "two"] and results == {"one": 1, "two": "b"}
-    assert times["two"] == [Took(3.0, 2.0)] * 2
-    ours, theirs = ([Took(seconds, 1.0) for seconds in rounds] for rounds in ([1.0, 2.0, 6.0], [2.0, 2.0, 2.0]))
-    line = peers.line_of("job", peers.Comparison("case", "peer", ours, theirs, None))
-    assert line.endswith("| 2.00 | 2.00 | 1.00 (0.50 to 3.00) | - |")

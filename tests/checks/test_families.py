@@ -53,6 +53,7 @@ ZEROS = torch.zeros(2, families.STEPS + 1, 256)
     [
         (own_logits, Attached, "logits", lambda got: 1.01 * got, "the full cache: logits differ"),
         (methods_agree, Trial, "live", lambda got: got._replace(logits=ZEROS), "full: logits differ"),
+        (methods_agree, Trial, "live", lambda got: got._replace(logits=ZEROS / 0), "full: logits differ by nan"),
     ],
 )
 def test_the_checks_can_fail(check, place, name, spoil, message, monkeypatch):

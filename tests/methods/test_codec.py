@@ -150,19 +150,6 @@ def test_sizes_by_hand():
         assert codec.bits_per_element(head_dim) == pytest.approx(bits), (codec, head_dim)
 
 
-REFUSED = [
-    *[(lambda size=size: IntegerCodec("int4", size), r"group_size=.*>= 1") for size in (0, -1, 2.0, True)],
-    *[(lambda residual=residual: SplitCodec(ChannelCodec("int4", 4), IntegerCodec("int4"), residual),
-       rf"residual={residual}: must be a multiple of the 4 tokens of a group") for residual in (0, 6)],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "message"), REFUSED)
-def test_bad_settings_name_the_setting_and_what_is_allowed(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     integer_names, st.sampled_from([1, 3, 4, 32]), st.integers(0, 3), st.integers(1, 100), seeds,

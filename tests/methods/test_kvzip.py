@@ -10,7 +10,6 @@ import torch
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.decoder import output_factor
 from harness.model.load import LoadedModel
 from harness.model.prompts import PromptPass
 from harness.replay.setup import tokenized
@@ -121,20 +120,6 @@ def test_score_and_what_stays_are_the_plain_ones_of_each_sequence_of_a_padded_ba
         for (layer, kv), tokens in plain_kept(method, wanted).items():
             held = state.tokens[layer][at, kv].tolist()
             assert {token for token in held if token < len(ids)} == tokens, f"layer {layer}, head {kv}, prompt {at}"
-
-
-@pytest.mark.parametrize("family", ["gqa", "opt", "phi3", "gpt_neox"])
-def test_the_output_projections_factor_gives_the_length_of_what_a_value_adds(family):
-    model = tiny(family)
-    with attach(model) as attached:
-        decoder, layer = attached.decoder, attached.layers[1]
-        factor = output_factor(decoder, layer)
-    output = next(each for name, each in layer.module.named_children() if name in ("o_proj", "out_proj", "dense"))
-    value = torch.randn(layer.num_heads, layer.value_dim, generator=torch.Generator().manual_seed(1))
-    for head, own in enumerate(value):
-        columns = slice(head * layer.value_dim, (head + 1) * layer.value_dim)
-        added = output.weight[:, columns] @ own
-        assert float((factor[head] @ own).norm()) == pytest.approx(float(added.norm()), rel=1e-4)
 
 
 def test_instructions_are_tokenized_with_the_models_tokenizer_or_given_as_ids():

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-import harness
 from harness.run.cli import main
 from tests.runs import reading, tiny_loaded
 
@@ -64,13 +62,3 @@ def test_what_no_setting_reaches_is_refused_with_what_was_measured(texts, capsys
     assert "budget=0.001: method=mine: the nearest budget measured on the calibration text is 0." in said
     assert "budget=nearest:0.001 takes it" in said and said.count("\n") == 1
     assert main(["method=./mine.py", "budget=nearest:0.001", *texts]) == 0
-
-
-def test_attach_searches_once(texts, tmp_path):
-    loaded = tiny_loaded()
-    model = harness.load(loaded.model, loaded.tokenizer, results_dir=str(tmp_path / "attach"))
-    settings = {"calibration.path": texts[1].partition("=")[2], "calibration.num_tokens": 160, "platform.link_gbps": 1}
-    with harness.attach(model, method="./mine.py", budget=0.3, **settings) as cached:
-        assert cached.budget is None and 0 < cached.setup.method.alpha < 4
-        cached.generate(torch.arange(3, 103)[None], max_new_tokens=20, do_sample=False)
-        assert 0.1 < cached.usage.budget < 0.6

@@ -164,29 +164,6 @@ def test_rows_beside_a_sink_and_a_softcap_share_the_softmax_with_what_is_estimat
         assert torch.allclose(found[0, 0, head, 0], wanted, atol=1e-6)
 
 
-def test_the_least_budget_reads_a_token_beside_the_first_and_the_last_ones():
-    method = RetroInfer(recent_frac=0.06)
-    assert method.min_budget(TokenCounts(1000, 1000, 1100)) == pytest.approx((4 + 60 + 1) / 1000, abs=1e-9)
-
-
-@pytest.mark.parametrize(("final", "updates"), [(1100, 0), (2100, 1)])
-def test_what_stays_on_the_device_by_hand(final, updates):
-    """Of a prompt of 1,000 tokens with 2 KV heads of 8 elements."""
-    geometry, prompt = Geometry(3, 4, 2, 8, 8**-0.5, "llama"), 1000
-    lengths = Lengths(torch.tensor([prompt]), torch.tensor([final]))
-    state = RetroInfer(recent_frac=0.06, update_frac=1.0, cluster_size=16).new_state(geometry, lengths)
-    key = torch.randn(1, 2, prompt, 8, generator=torch.Generator().manual_seed(0))
-    state.prompt(2, torch.randn(1, 4, prompt, 8), key, key, PromptRows(torch.ones(1, prompt, dtype=torch.bool), final))
-    held = {name: getattr(state, name)[2] for name in state.sequence_tensors if getattr(state, name)}
-    clusters = 58 + 62 * updates
-    assert held["centroids"].shape == held["value_sums"].shape == (1, 2, clusters, 8)
-    assert held["sizes"].shape == (1, 2, clusters) and int(held["sizes"].sum()) == 2 * (prompt - 64)
-    assert state.cluster[2].shape == (1, 2, final) and state.cluster[2].dtype == torch.int16
-    assert ("recent_keys" in held) == bool(updates)
-    if updates:
-        assert held["recent_keys"].shape == held["recent_values"].shape == (1, 2, 60 + 1000, 8)
-
-
 def test_a_long_answer_is_clustered_live_as_in_replay():
     """More than two updates, which end inside and between the calls of replay."""
     method = RetroInfer(retrieval_frac=0.3, dense_layers=1, **SMALL | {"update_frac": 0.4, "cluster_size": 3})

@@ -31,7 +31,7 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.infinigen2 import InfiniGen2, balanced, mixing
 from methods.loki import Loki
-from methods.pariskv import ParisKV, random_signs, sphere_levels
+from methods.pariskv import LEVELS, ParisKV, random_signs
 from methods.pqcache import PQCache
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV
 from methods.quest import Quest
@@ -333,7 +333,7 @@ def pariskv(method: ParisKV, of: Of):
     """Patterns in the query's order give their keys votes; the candidates' keys in 4 bits rank them."""
     head_dim, count = of.key.shape[1], of.key.shape[1] // 8
     rotation = np.diag(random_signs(head_dim, method.seed).double().numpy()) @ plain_hadamard(head_dim)
-    levels = np.array(sphere_levels(8, 8))
+    levels = np.array(LEVELS)
     patterns, coded_keys = [], []
     for parts in (of.key @ rotation).reshape(-1, count, 8):
         patterns.append([tuple(np.where(part >= 0, 1, -1)) for part in parts])
@@ -925,7 +925,6 @@ OTHER_SETTINGS = {
         budget=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=6, recent_frac=0.9
     ),
     "pqcache-fine": PQCache(budget=0.3, num_sinks=1, part_size=2, bits=2, iterations=0, dense_layers=0),
-    "pariskv-few": ParisKV(budget=0.3, num_sinks=2, recent_frac=0.2, candidate_frac=0.4, seed=1),
     "pariskv-as-read": ParisKV(budget=0.6, num_sinks=0, recent_frac=0.0, candidate_frac=0.1, dense_layers=0),
     "pariskv-probs": ParisKV(read_tokens=6, num_sinks=0, group="sum_probs"),
     "socket-fine": Socket(read_tokens=5, num_sinks=0, tables=3, planes=7, tau=0.1, seed=5, dense_layers=0),
@@ -937,21 +936,17 @@ OTHER_SETTINGS = {
     "shadowkv-tokens": ShadowKV(read_tokens=5, page_size=3, local_chunks=0, outlier_frac=0.0, dense_layers=0),
     "doublesparsity-coded": DoubleSparsity(budget=0.3, rank=0.5, index_bits=2),
     "loki-tokens": Loki(read_tokens=7, rank=0.3, dense_layers=0),
-    "loki-coded": Loki(budget=0.3, rank=0.5, index_bits=4),
     "sparq-best": SparQ(read_tokens=9, rank=0.1, recent_frac=0.5, group="best"),
     "infinigen-coded": InfiniGen(partial_weight_ratio=1.0, index_bits=4, **INDEX),
     "balanced": preset("infinigen-balanced", **INDEX),
     "balanced-prompt": preset("infinigen-balanced", statistics="prompt", **INDEX),
     "balanced-text": preset("infinigen-balanced", statistics="calibration", **INDEX),
     "balanced-pair": preset("infinigen-balanced", projection_bits=4, **INDEX),
-    "balanced-pair-text": preset("infinigen-balanced", statistics="calibration", projection_bits=2, **INDEX),
     "snapkv-avg": SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", dense_layers=0),
     "snapkv-peak": SnapKV(kept_tokens=6, window=4, kernel=7),
-    "snapkv-sinks": SnapKV(kept_tokens=8, num_sinks=3, window=2),
     "pyramid": SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", dense_layers=1),
     "adaptive": SnapKV(budget=0.5, window=3, heads="adaptive"),
     "keydiff-sinks": KeyDiff(kept_tokens=6, num_sinks=2, window=1, dense_layers=0),
-    "expected-adaptive": ExpectedAttention(kept_tokens=8, num_sinks=1, heads="adaptive"),
     "tova-last": TOVA(kept_tokens=6, protect_last=True, dense_layers=0),
     "tova-one": TOVA(kept_tokens=1),
     "rkv-share": RKV(budget=0.3, divide_length=5, window=1, mix_lambda=0.7, dense_layers=0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -11,36 +10,25 @@ import torch
 from harness.model.attach import attach
 from harness.model.attached import Attached
 from harness.model.passes import DensePrompts
-from harness.model.prompts import held_prompt, kept_bytes, shared_prompt
+from harness.model.prompts import kept_bytes, shared_prompt
 from harness.model.rereading import run_prompts
 from harness.replay import decode_pass as passes
 from methods import attention
 from methods.codecs.integers import IntegerCodec
 from methods.codecs.kvarn import KvarnCodec
 from methods.codecs.split import every_codec
-from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.infinigen_pool import InfiniGenPool
-from methods.oracle import Oracle
-from methods.prompt_evicting import PromptEvicting, SnapKV
+from methods.prompt_evicting import PromptEvicting
 from methods.quest import Quest
 from methods.retroinfer import RetroInfer
-from methods.rkv import RKV
 from methods.rocketkv import RocketKV
 from methods.shadowkv import ShadowKV
-from methods.sparq import SparQ
-from methods.streaming import DuoAttention, Streaming
 from methods.twilight import Twilight
 from tests.cases import CASES, WIDE, Case
 from tests.living import PROMPTS, replay, tiny, token_batch
 from tests.replaying import (
-    LENGTH,
-    PROMPT,
     RAGGED,
     RAGGED_IDS,
-    TOLERANCE,
     assert_close,
-    every_model,
     open_session,
     pad,
     run_one,
@@ -72,14 +60,6 @@ OF_OTHER_SHAPES = (
     "vattention-true",
 )
 """Cases beside one of each method whose masks are of a union, or whose last tokens are exact."""
-
-
-@every_model
-def test_the_full_cache_is_the_model_itself(model):
-    ids = token_ids(LENGTH)
-    with torch.inference_mode():
-        expected = model(torch.tensor([ids])).logits[0, PROMPT:]
-    assert_close(run_one(model, CASES["full"]).logits[0], expected)
 
 
 # Padding, chunks, calls
@@ -190,33 +170,6 @@ def test_a_fork_is_each_continuation_alone(tiny_gqa, name):
 # The contract's edges
 
 
-LIMITS = {
-    "h2o-halves": H2O(heavy_frac=0.5, recent_frac=0.5),
-    "streaming": Streaming(budget=1.0),
-    "oracle": Oracle(alpha=inf, budget=1.0),
-    "infinigen-skew": InfiniGen(alpha=inf, budget=1.0),
-    "infinigen-pool": InfiniGenPool(alpha=inf, budget=1.0, pool_frac=1.0),
-    "quest": Quest(budget=1.0, page_size=5),
-    "snapkv": SnapKV(budget=1.0),
-    "sparq": SparQ(read_tokens=None, budget=1.0),
-    "rkv-late": RKV(kept_tokens=PROMPT, divide_length=LENGTH),
-    "duo-window": DuoAttention(),
-    "shadowkv": ShadowKV(budget=1.0, rank_frac=1.0, page_size=2, local_chunks=0),
-}
-
-
-@pytest.mark.parametrize("name", LIMITS)
-def test_limit_cases_are_the_full_cache(tiny_gqa, name):
-    full = run_ragged(tiny_gqa, CASES["full"]).logits
-    limit = run_ragged(tiny_gqa, Case(LIMITS[name]), measure_recall=True)
-    for got, expected in zip(limit.logits, full, strict=True):
-        assert_close(got, expected, 2e-5 if name != "shadowkv" else TOLERANCE)
-    if name == "shadowkv":  # what stays on the device counts as read of an index
-        return
-    assert limit.reads.budget == limit.reads.budget_artifact == 1
-    assert limit.reads.attention_recall == pytest.approx(1, abs=1e-6)
-
-
 # Prompts that runs share
 
 
@@ -264,16 +217,3 @@ def test_a_kept_prompt_leaves_the_models_cache_as_a_pass_does():
             model_cache = attached.new_cache()
             run_prompts(attached, CASES["full"].method, None, ids, real, lambda *_: None, model_cache)
             assert model_cache.num_columns == ids.shape[1]
-
-
-@pytest.mark.parametrize("name", ["gqa", "phi3", "gpt_neox", "opt"])
-def test_a_kept_prompt_has_the_numbers_and_the_layout_of_the_pass(name):
-    """Layouts too: a product may sum in another order where its factors lie otherwise."""
-    ids, real = token_batch(PROMPTS["padded"])
-    with attach(tiny(name), DensePrompts()) as attached:
-        run, hidden = held_prompt(attached, ids, real, attached.new_cache())
-        kept, of_columns = shared_prompt(attached, ids, real)
-        assert torch.equal(of_columns, hidden) and torch.equal(kept.hidden, run.hidden)
-        for layer, expected in zip(kept.layers, run.layers, strict=True):
-            for got, wanted in zip(layer[:3], expected[:3], strict=True):
-                assert torch.equal(got, wanted) and got.stride() == wanted.stride()
