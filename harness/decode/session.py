@@ -23,7 +23,7 @@ from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
 from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.graphs import StepGraphs
 from harness.decode.links import DiskLink, Link, LinkUse
-from harness.decode.memory import DEFAULT_TUNING, PinnedSlab
+from harness.decode.memory import PinnedSlab
 from harness.decode.needs import Needs, Plan, sizes_of
 from harness.decode.reads import StepReads
 from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
@@ -41,7 +41,7 @@ from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Method
 from methods.codecs.split import CacheCodec, SplitCodec, every_codec
-from methods.prompt_evicting import PromptEvictingState
+from methods.evicting import EvictingState
 
 log = logging.getLogger(__name__)
 
@@ -250,8 +250,8 @@ class LiveSession:
         call keeps a copy of them."""
         self.drain()
         for cache in self.fetching:
-            if not cache.evicts or isinstance(cache.state, PromptEvictingState):
-                continue  # no step takes a slot of the prompt's
+            if not isinstance(cache.state, EvictingState) or not cache.state.evicts_in_steps:
+                continue
             rows = cache.store.slots[:, :, : cache.slots_in_use()]
             if cache.store in self._prompt_rows:
                 rows.copy_(self._prompt_rows[cache.store])
@@ -432,8 +432,7 @@ class LiveSession:
     def _open_caches(self, share: DeviceShare) -> list[LayerCache | LocalCache]:
         """Open the caches of the layers. Raises UserError where they do not fit into memory."""
         plan, lengths = self.plan, share.batch.counts
-        tuning = DEFAULT_TUNING if share.link is None else share.link.tuning
-        stores = plan.stores(lengths, share.device, tuning)
+        stores = plan.stores(lengths, share.device)
         self._allocate(share, stores)
         if share.link is not None and stores:
             largest = plan.shared_buffer(stores, lengths)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from harness.decode import store as rows_module
 from harness.decode.gpu_cache import GpuCache, rooms
 from harness.decode.links import EmulatedLink
-from harness.decode.memory import Tuning
 from harness.decode.store import chosen
 from harness.model.policies import policies_of
 from harness.settings.codecs import codec_named
@@ -139,7 +138,6 @@ def backend(name):
 
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 40))
-tunings = st.builds(Tuning, num_programs=st.sampled_from([1, 2, 9]), bytes_in_flight=st.sampled_from([64, 512, 2**18]))
 
 
 @pytest.mark.parametrize("name", ["cpu", "triton"])
@@ -150,10 +148,11 @@ tunings = st.builds(Tuning, num_programs=st.sampled_from([1, 2, 9]), bytes_in_fl
     ragged=st.booleans(),
     placed=st.booleans(),
     spare=st.integers(0, 2),
-    tuning=tunings,
+    programs=st.sampled_from([1, 2, 9]),
+    tile_bytes=st.sampled_from([64, 512, 2**12]),
     seed=st.integers(0, 2**31),
 )
-def test_gather_and_scatter_against_a_loop(name, shape, slot_bytes, ragged, placed, spare, tuning, seed):
+def test_gather_and_scatter_against_a_loop(name, shape, slot_bytes, ragged, placed, spare, programs, tile_bytes, seed):
     module, device = backend(name)
     generator = torch.Generator().manual_seed(seed)
     batch, heads, capacity, num_rows = shape
@@ -175,10 +174,14 @@ def test_gather_and_scatter_against_a_loop(name, shape, slot_bytes, ragged, plac
 
     buffer = torch.nn.functional.pad(rows, (0, 0, 0, spare), value=7).to(device)
     places = None if targets is None else targets.to(device)
-    module.gather_rows(slots, index.to(device), buffer[:, :, :num_rows], places, tuning)
-    assert torch.equal(buffer[:, :, :num_rows].cpu(), gathered)
-    assert (buffer[:, :, num_rows:] == 7).all(), "what lies behind a head's rows has changed"
-    module.scatter_rows(slots, index.to(device), rows.to(device), tuning)
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "triton":
+            patch.setattr(module, "NUM_PROGRAMS", programs)
+            patch.setattr(module, "TILE_BYTES", tile_bytes)
+        module.gather_rows(slots, index.to(device), buffer[:, :, :num_rows], places)
+        assert torch.equal(buffer[:, :, :num_rows].cpu(), gathered)
+        assert (buffer[:, :, num_rows:] == 7).all(), "what lies behind a head's rows has changed"
+        module.scatter_rows(slots, index.to(device), rows.to(device))
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(slots, scattered)

@@ -22,7 +22,7 @@ from harness.model.prompts import calibrate
 from harness.replay.setup import Setup
 from harness.results.columns import TABLES
 from harness.results.metrics import LARGEST, OF_DISK, UNMET_BUDGET
-from harness.run import all_runs, runner
+from harness.run import all_runs
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.run.runner import Run
@@ -352,25 +352,6 @@ def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
     outcomes = list(all_runs.run_apart(runs, Resources()))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
-
-
-def card(monkeypatch, gib):
-    """torch finds one CUDA device, of so much memory."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * 2**30))
-
-
-def test_a_managed_run_is_refused_before_its_weights_are_loaded(monkeypatch):
-    words = ["experiment=latency", *ON_CUDA, "model=opt-13b", "system=uvm", "prompt_len=1920", "gen_len=128"]
-    load([*words, "batch_size=20"])  # no card is known
-    card(monkeypatch, 24)
-    with pytest.raises(UserError, match="^placement=managed: weights, the KV .* need 31.1 GiB, and the card has 24.0;"):
-        Run.of(load([*words, "batch_size=4"]))
-    with pytest.raises(UserError, match="^platform.device_gib=48: this card has 24.0 GiB; null takes "):
-        Run.of(load([*words, "platform.device_gib=48"]))
-    words[2:3] = ["model=gemma3-270m"]
-    unknown = load([*words, "batch_size=4000"])  # the arithmetic knows no such family; its session will ask
-    runner.check(unknown)
 
 
 def test_a_host_that_shows_too_little_is_refused_until_the_settings_say_more(tiny_runs, monkeypatch, capsys):
