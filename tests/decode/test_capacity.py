@@ -67,6 +67,7 @@ def test_the_largest_batch_by_hand():
     assert on_device.full.largest == on_device.equal_batch == 11
     on_host = capacity_of(placement="host")
     assert on_host.largest == 190_000 // (8_448 + 6_144) == 13 and on_host.equal_batch == 11
+    assert on_host.batches(curve=False) == [11, 13], "no power of two below them"
     # Half the host memory: 16,384 bytes a sequence there.
     limited = capacity_of(placement="host", host_bytes=10 * 16_384 + 1)
     assert (limited.largest, limited.wall_of(11)) == (10, "host memory")
@@ -78,13 +79,6 @@ def test_the_largest_batch_by_hand():
     assert capacity_of(h2o).largest == 190_000 // (slots + state)
     assert capacity_of(device_bytes=16_384 + 9_999).largest == 0
     assert capacity_of(device_bytes=10**9).largest == 50 and capacity_of(device_bytes=10**9).wall_of(51) == "max_batch"
-
-
-def test_the_batches_that_are_timed():
-    assert capacity_of().batches(curve=True) == [1, 2, 4, 8, 11]
-    assert capacity_of(placement="host").batches(curve=True) == [1, 2, 4, 8, 11, 13]
-    assert capacity_of(placement="host").batches(curve=False) == [11, 13]
-    assert capacity_of(device_bytes=16_384 + 9_999).batches(curve=True) == []
 
 
 def test_a_modelled_step_by_hand():
@@ -299,7 +293,6 @@ EMULATED, CUDA = ["platform.device_gib=1"], ["platform=cuda", "method=full"]
 
 REFUSED = [
     (["method=full"], "platform.device_gib=null: batch_size=largest needs the memory of the emulated device"),
-    ([*EMULATED, "method=oracle", "budget=0.1"], "placement=host: Oracle selects by the true scores"),
     ([*EMULATED, "method=kvzip", "placement=device"], "method=kvzip: reads each prompt again"),
     (
         ["platform=h100-pcie5", "method=full"],
@@ -311,7 +304,6 @@ REFUSED = [
         "platform.weights_on_device=0.5: batch_size=largest has all",
     ),
     ([*CUDA, "placement=managed"], "placement=managed: allowed with batch_size=largest: device"),
-    (["platform=cpu", "platform.device_gib=0", "method=full"], "platform.device_gib=0: must be above 0"),
     ([*EMULATED, "experiment=perplexity"], "platform.device_gib=1: experiment=perplexity decodes through no device"),
     (["experiment=perplexity", "batch_size=largest"], "batch_size=largest: must be a whole number"),
 ]

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 import harness
 from harness.checks.families import tiny_family
 from harness.files import cache_dir
 from harness.model.attach import attach
-from harness.model.decoder import output_factor
 from harness.model.prompts import PromptPass, cached_calibration
 from harness.results import inputs
 from harness.results.record import read_all
@@ -67,14 +65,6 @@ def write_data(model: Any) -> None:
         weight.data.mul_(1 + 0.5 * torch.rand(weight.shape).to(weight))
 
 
-def cut(model: Any) -> None:
-    for each in adapters(model):
-        prune.l1_unstructured(each.base, "weight", amount=0.5)
-    for name, weight in model.named_parameters():
-        if name.endswith("sinks"):
-            weight.data[0] = -5
-
-
 def switch(model: Any) -> None:
     for each in adapters(model):
         each.is_on = True
@@ -85,7 +75,7 @@ def scale_buffers(model: Any) -> None:
         each.gain.mul_(1.3)
 
 
-WAYS = (write_data, cut, switch, scale_buffers)
+WAYS = (write_data, switch, scale_buffers)
 
 
 # What is derived of it
@@ -96,15 +86,9 @@ def gqa() -> Any:
 
 
 def logits_of(model: Any) -> Tensor:
-    """Of latents, and under sinks."""
     with attach(model) as attached:
         hidden = attached.forward(IDS, torch.arange(IDS.shape[1])[None], PromptPass(attached))
         return attached.logits(hidden)
-
-
-def factors_of(model: Any) -> Tensor:
-    with attach(model) as attached:
-        return torch.stack([output_factor(attached.decoder, layer) for layer in attached.layers])
 
 
 def calibrations_of(model: Any) -> Tensor:
@@ -132,8 +116,6 @@ class Perplexity:
 DERIVED: dict[str, tuple[Callable[[], Any], Callable[[], Callable[[Any], Tensor]]]] = {
     "perplexity and dense references": (gqa, Perplexity),
     "latents": (lambda: tiny_family("deepseek_v3"), lambda: logits_of),
-    "sinks": (lambda: tiny_family("gpt_oss").half(), lambda: logits_of),
-    "output factors": (gqa, lambda: factors_of),
     "calibrations": (gqa, lambda: calibrations_of),
 }
 
