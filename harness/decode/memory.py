@@ -122,14 +122,8 @@ RUNTIME = "cuda.bindings.runtime"
 
 
 def cuda_runtime() -> Any:
-    """CUDA's runtime, which PyTorch's CUDA build brings along. Raises UserError where it is
-    missing."""
-    try:
-        return import_module(RUNTIME)
-    except ImportError as error:
-        raise UserError(
-            "platform=cuda: needs the package cuda-bindings, which torch's CUDA build brings"
-        ) from error
+    """CUDA's runtime, which PyTorch's CUDA build brings along."""
+    return import_module(RUNTIME)
 
 
 def call_cuda(name: str, *arguments: Any) -> Any:

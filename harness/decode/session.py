@@ -212,13 +212,10 @@ class LiveSession:
         Forks come one after another: close each before the next, which writes over its rows. The
         method's state, windows and exact last tokens are copied; cached rows are not, but for those
         of a method that evicts while it decodes, whose steps write over kept rows of the prompt.
-        All counts and times start anew. Raises ValueError under `placement=disk`, where no rows are
-        put back.
+        All counts and times start anew.
         """
-        if self.steps:
-            raise RuntimeError("a session is forked before its first decode step")
-        if self.placement == "disk":
-            raise ValueError("placement=disk: a session is not forked there")
+        assert self.placement != "disk", "no rows are put back there"
+        assert not self.steps, "a session is forked before its first decode step"
         self._bring_back_prompt()
         child = copy(self)
         child.is_fork = True

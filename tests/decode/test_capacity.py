@@ -1,5 +1,6 @@
 """How many sequences fit: hand-computed sizes and steps, the emulated limit, refusals, the figure."""
 
+import re
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from harness.decode import memory
 from harness.decode.memory import GIB
-from harness.decode.needs import Capacity, Plan, sizes_of
+from harness.decode.needs import Capacity, Plan, largest_batch, sizes_of
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel, RandomIds
@@ -30,6 +31,7 @@ from methods.h2o import H2O
 from plots import speed as figures
 from plots.drawing import figure_of
 from tests.cases import CASES
+from tests.conftest import refused
 from tests.decode.test_needs import prompts_of
 from tests.living import PROMPT, attached_with_link, calibration_of, open_live, tiny
 from tests.runs import reading, rows_at, tiny_loaded
@@ -78,6 +80,7 @@ def test_the_largest_batch_by_hand():
     assert capacity_of(h2o).needs(1).session == slots + state
     assert capacity_of(h2o).largest == 190_000 // (slots + state)
     assert capacity_of(device_bytes=16_384 + 9_999).largest == 0
+    assert [largest_batch(most.__ge__, 20) for most in range(22)] == [*range(21), 20]
     assert capacity_of(device_bytes=10**9).largest == 50 and capacity_of(device_bytes=10**9).wall_of(51) == "max_batch"
 
 
@@ -169,10 +172,9 @@ def test_an_emulated_device_refuses_one_byte_too_few(name, placement):
             start()
         with (
             memory.emulated_device((needs.device - 1) / GIB, needs.weights),
-            pytest.raises(UserError, match=r"^platform.device_gib=\S+: the weights take 0.001 GiB and live") as refusal,
+            refused(r"^platform.device_gib=\S+: the weights take 0.001 GiB and live"),
         ):
             start()
-        assert "\n" not in str(refusal.value)
         start()  # no limit is left behind
         with pytest.raises(UserError, match="must be above"), memory.emulated_device(1e-9, needs.weights):
             pass
@@ -311,9 +313,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "said"), REFUSED)
 def test_settings_without_meaning_are_refused(words, said):
-    with pytest.raises(UserError) as refusal:
+    with refused(f"^{re.escape(said)}"):
         load(["experiment=capacity", *words] if "perplexity" not in words[-1] else words)
-    assert str(refusal.value).startswith(said) and "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -333,9 +334,8 @@ def test_settings_without_meaning_are_refused(words, said):
 def test_what_cannot_be_modelled_is_refused(question, run, said):
     asked = ["experiment=advise", "platform=h100-pcie5", *question]
     asked = {word.partition("=")[0]: word for word in asked}.values()
-    with pytest.raises(UserError) as refusal:
+    with refused(f"^{re.escape(said)}"):
         modelled.modelled_step(modelled_run(load(asked), run or ["method=full"]))
-    assert str(refusal.value).startswith(said) and "\n" not in str(refusal.value)
 
 
 def test_a_method_that_needs_inputs_is_refused():

@@ -13,7 +13,9 @@ from harness.model.policies import method_policy
 from harness.model.prompts import PassSizes, prompt_bytes
 from methods.attention import Softmax
 from methods.base import Geometry
+from methods.quest import Quest
 from tests.cases import CASES, Case, shipped
+from tests.conftest import refused
 from tests.living import PROMPT, attached_with_link, calibration_of, open_live
 
 ALL_AT_ONCE = 10**9
@@ -64,6 +66,22 @@ def test_the_bytes_of_a_session_are_known_before_it_is_opened(name, placement, g
     assert needs._replace(state=0) == asked
     assert needs.workspace == activations
     assert needs.weights == sum(weight.nbytes for weight in attached.model.parameters())
+
+
+def test_a_state_whose_size_depends_on_the_text_is_refused():
+    """Its own numbers decide how large a tensor is."""
+
+    class State(Quest.state):
+        def prompt(self, layer, query, key, value, rows):
+            super().prompt(layer, query, key, value, rows)
+            self.some = {layer: key[:, :, : int(key.abs().sum() > 0)]}
+
+    class Reading(Quest):
+        state = State
+
+    method = Reading(budget=0.4, page_size=3)
+    with attached_with_link() as (attached, _), refused("^method Quest: what it keeps depends on the text"):
+        Plan(sizes_of(attached, method), method, None, "device").needs(BatchLengths((PROMPT,), 8))
 
 
 def plan_of(method, geometry: Geometry, dtype: torch.dtype) -> Plan:
