@@ -1,6 +1,5 @@
 """Slots, buffers and what moves between them, against plain Python: row kernels, copies, fetches."""
 
-import importlib.util
 from itertools import count, product
 
 import pytest
@@ -41,8 +40,7 @@ def test_no_row_of_the_next_head_is_read_or_written():
 def backend(name):
     if name == "cpu":
         return rows_module, CPU
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed: its kernel is not covered here")
+    pytest.importorskip("triton")
     from harness.decode.kernels import rows as kernels
 
     return kernels, DEVICE

@@ -9,7 +9,7 @@ from harness.errors import UserError
 from harness.model.generation import Draft, GenerationRule, drawn, write
 from harness.results.record import changed_settings, settings_id
 from harness.run.compose import load
-from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
+from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling
 from tests.living import endless, tiny
 
 
@@ -104,12 +104,3 @@ def test_what_decides_a_sampled_answer_is_in_the_identity_of_its_run():
     assert identity("latency", "capacity.max_batch=3") == identity("latency"), "the batch is given"
     config = load(["experiment=tasks", warm, "top_k=9", "repeats=2"])
     assert changed_settings(config) == {"temperature": 0.5, "top_k": 9, "repeats": 2}
-
-
-def test_repeats_is_of_answers_or_of_a_timed_run():
-    tasks = load(["experiment=tasks", "temperature=0.5", "repeats=7"])
-    assert (tasks.sampling.repeats, tasks.latency.repeats) == (7, 2)
-    timed = load(["experiment=latency", "repeats=3"])
-    assert (timed.sampling.repeats, timed.latency.repeats) == (1, 3)
-    assert load(["experiment=latency"]).latency.repeats == 2
-    assert load(["experiment=tasks"]).sampling == SamplingConfig()
