@@ -49,7 +49,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.decode.links import open_link
-from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning
+from harness.decode.memory import PinnedSlab
 from harness.decode.session import LiveSession
 from harness.decode.store import Chosen, KVStore, RowFormat, indices
 from harness.errors import UserError, exit_code, reason
@@ -115,9 +115,9 @@ def rates(part: str, device: torch.device, out: Path) -> Iterator[Rate]:
     num_bytes = 512 * MIB if on_gpu else MIB // 4
     if part == "pin":
         return pin_rates(device, 8 * num_bytes)
-    link = link_rate(out, device, None)
     if part == "gather":
-        return gather_rates(device, num_bytes, link.tuning)
+        return gather_rates(device, num_bytes)
+    link = link_rate(out, device, None)
     return link_rates(device, num_bytes, None if on_gpu else link.bytes_per_s)
 
 
@@ -160,11 +160,11 @@ def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) 
             yield Rate(" with ".join(ways), [moved / each for each in seconds], f"bytes {moved}")
 
 
-def gather_rates(device: torch.device, num_bytes: int, tuning: Tuning) -> Iterator[Rate]:
+def gather_rates(device: torch.device, num_bytes: int) -> Iterator[Rate]:
     """The rates of the gather of a fifth of `num_bytes` of slots, in order within a head as a selection is, by row."""
     for codec, head_dim in ROWS:
         heads = max(1, num_bytes // (CAPACITY * RowFormat(codec_named(codec), head_dim, torch.float16).slot_bytes))
-        with host_store(device, heads, CAPACITY, head_dim, codec, tuning) as store:
+        with host_store(device, heads, CAPACITY, head_dim, codec) as store:
             kept = torch.rand(1, heads, CAPACITY, device=device).topk(KEPT).indices
             mask = torch.zeros(1, heads, CAPACITY, dtype=torch.bool, device=device).scatter_(-1, kept, True)
             rows = store.rows_in(store.new_buffer(KEPT), KEPT)[:, :, :KEPT]
@@ -195,19 +195,14 @@ def repeated(device: torch.device, act: Callable[[], object], undo: Callable[[],
 
 @contextmanager
 def host_store(
-    device: torch.device,
-    heads: int,
-    capacity: int,
-    head_dim: int = HEAD_DIM,
-    codec: str = "fp16",
-    tuning: Tuning = DEFAULT_TUNING,
+    device: torch.device, heads: int, capacity: int, head_dim: int = HEAD_DIM, codec: str = "fp16"
 ) -> Iterator[KVStore]:
     """A store in host memory, page-locked under CUDA, freed at the end."""
     stored = RowFormat(codec_named(codec), head_dim, torch.float16)
     slab = PinnedSlab(heads * capacity * stored.slot_bytes) if device.type == "cuda" else None
-    store = KVStore(
-        stored, batch=1, num_kv_heads=heads, capacity=capacity, placement="host", device=device, tuning=tuning
-    ).allocate(slab)
+    store = KVStore(stored, batch=1, num_kv_heads=heads, capacity=capacity, placement="host", device=device).allocate(
+        slab
+    )
     try:
         yield store
     finally:

@@ -98,6 +98,8 @@ class EvictingState(State):
     """
 
     slot_tensors = {"tokens": EMPTY}
+    evicts_in_steps = True
+    """False if no decode step takes the slot of a prompt's token."""
     tokens: dict[int, Tensor]
 
     def enter_prompt(self, layer: int, rows: PromptRows) -> None:

@@ -76,6 +76,8 @@ class PromptEvictingState(EvictingState):
     prompts' lengths are on the device.
     """
 
+    evicts_in_steps = False
+
     def start(self, calibration: Calibration | None) -> None:
         prompts = self.lengths.prompt
         selecting = self.geometry.num_layers - self.method.dense_layers

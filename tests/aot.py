@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from harness.decode.memory import Tuning
 from methods.base import QueryRows, Rest
 from methods.codecs.integers import IntegerCodec
 
@@ -98,9 +97,9 @@ def launch_moves(slot_bytes: int) -> None:
 
     for num_rows, capacity in COUNTS:
         index = torch.empty(2 * num_rows + 1, dtype=torch.int64)[1:].view(1, 2, num_rows)  # aligned to 8 bytes only
-        gather_rows(rows(capacity), index, rows(num_rows), None, Tuning())
-        gather_rows(rows(capacity), index, rows(num_rows), index, Tuning())
-        scatter_rows(rows(capacity), index, rows(num_rows), Tuning())
+        gather_rows(rows(capacity), index, rows(num_rows), None)
+        gather_rows(rows(capacity), index, rows(num_rows), index)
+        scatter_rows(rows(capacity), index, rows(num_rows))
 
 
 def launch_wide_moves() -> None:

@@ -353,14 +353,13 @@ def host_tensor(block: Any, device: Any) -> Tensor:
 
 
 @contextmanager
-def fake_runtime(device_gib: float = 40, host_gib: float = 50) -> Iterator[Runtime]:
+def fake_runtime(device_gib: float = 40) -> Iterator[Runtime]:
     """CUDA's runtime, with memory to spare."""
     runtime = Runtime()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, memory.RUNTIME, runtime)
         patch.setattr(memory, "_as_tensor", host_tensor)
         patch.setattr(memory, "available_bytes", lambda device: int(device_gib * 2**30))
-        patch.setattr(memory, "available_memory", lambda: int(host_gib * 2**30))
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (int(device_gib * 2**30) - runtime.taken, 2**40))
         patch.setattr(torch.cuda, "synchronize", lambda: runtime.calls.append(("synchronize",)))
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1234))

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from harness.decode.disk import Disk
-from harness.decode.memory import DEFAULT_TUNING, Tuning
 from harness.decode.store import Chosen, KVStore, SlotRequest
 from harness.decode.timeline import has_passed, now, seconds, wait_for
 
@@ -149,19 +148,11 @@ class Link(AbstractContextManager["Link"], ABC):
 
     overlap: transfers run beside the computation. False: a transfer runs when it is waited for, a
     write-back at once; with pageable stores this is the baseline as InfiniGen's artifact ran it.
-    tuning: for the stores on its host side.
     """
 
-    def __init__(
-        self,
-        device: torch.device = CPU,
-        *,
-        overlap: bool = True,
-        tuning: Tuning = DEFAULT_TUNING,
-    ) -> None:
+    def __init__(self, device: torch.device = CPU, *, overlap: bool = True) -> None:
         self.device = device
         self.overlap = overlap
-        self.tuning = tuning
         self.uses: tuple[LinkUse, ...] = ()
 
     def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
@@ -230,16 +221,12 @@ def _tensors_of(request: SlotRequest) -> list[Tensor]:
 
 
 def open_link(
-    device: torch.device,
-    *,
-    bytes_per_s: float | None = None,
-    overlap: bool = True,
-    tuning: Tuning = DEFAULT_TUNING,
+    device: torch.device, *, bytes_per_s: float | None = None, overlap: bool = True
 ) -> Link:
-    """The link of a device: the real one under CUDA, an emulated one of `bytes_per_s` on the CPU.
-    tuning: of the real one."""
+    """The link of a device: the real one under CUDA, an emulated one of `bytes_per_s` on the
+    CPU."""
     if device.type == "cuda":
-        return CudaLink(device, overlap=overlap, tuning=tuning)
+        return CudaLink(device, overlap=overlap)
     assert bytes_per_s is not None, "an emulated link has a rate"
     return EmulatedLink(bytes_per_s, overlap=overlap)
 
@@ -322,10 +309,8 @@ class CudaLink(Link):
     current stream itself.
     """
 
-    def __init__(
-        self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING
-    ) -> None:
-        super().__init__(device, overlap=overlap, tuning=tuning)
+    def __init__(self, device: torch.device, *, overlap: bool = True) -> None:
+        super().__init__(device, overlap=overlap)
         # Its few programs go before the computation's next blocks.
         self.stream = torch.cuda.Stream(device, priority=-1)
 

@@ -12,7 +12,6 @@ import mmap
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.files import HOST_HINT, available_bytes, available_memory
+from harness.files import HOST_HINT, available_bytes
 from methods.base import State
 
 GIB = 2**30
@@ -28,29 +27,6 @@ ALIGNMENT = 256
 """Every piece of page-locked memory begins at a multiple of this many bytes, as a device's
 allocations do."""
 MEMORY_HINTS = "lower batch_size, prompt_len or gen_len, or choose a codec of fewer bits"
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How rows cross the link of one device fastest (measured in `harness.speed.link_rate`).
-
-    num_programs: of the kernel that moves single rows. bytes_in_flight: under way in all programs
-    together, enough to cover the link's latency. min_copy_bytes: a contiguous piece of this size is
-    faster by a copy engine. The defaults cover the latency of PCIe 5 (1.5 us at 55 GB/s are 80 KiB)
-    three times.
-    """
-
-    num_programs: int = 64
-    bytes_in_flight: int = 256 * 1024
-    min_copy_bytes: int = 28 * 1024
-
-    @property
-    def tile_bytes(self) -> int:
-        """Under way in one program."""
-        return self.bytes_in_flight // self.num_programs
-
-
-DEFAULT_TUNING = Tuning()
 
 
 class NoRoomError(UserError):
@@ -146,14 +122,8 @@ RUNTIME = "cuda.bindings.runtime"
 
 
 def cuda_runtime() -> Any:
-    """CUDA's runtime, which PyTorch's CUDA build brings along. Raises UserError where it is
-    missing."""
-    try:
-        return import_module(RUNTIME)
-    except ImportError as error:
-        raise UserError(
-            "platform=cuda: needs the package cuda-bindings, which torch's CUDA build brings"
-        ) from error
+    """CUDA's runtime, which PyTorch's CUDA build brings along."""
+    return import_module(RUNTIME)
 
 
 def call_cuda(name: str, *arguments: Any) -> Any:
@@ -245,9 +215,9 @@ def require_managed(managed: int, on_device: int, device: torch.device) -> None:
     """Raise UserError where `device` has no managed memory, or too little is free for the bytes of
     a session.
 
-    Needs a CUDA device with concurrent managed access, host memory for all managed pages, and as
-    much free device memory as the managed pages and the session's own memory there take together.
-    With more, nearly every page faults, which can hang a GPU.
+    Needs a CUDA device with concurrent managed access, and as much free device memory as the
+    managed pages and the session's own memory there take together. With more, nearly every page
+    faults, which can hang a GPU.
     """
     if device.type != "cuda":
         raise UserError(
@@ -258,13 +228,6 @@ def require_managed(managed: int, on_device: int, device: torch.device) -> None:
         raise UserError(
             "placement=managed: this GPU has no concurrent managed access; "
             "allowed on it: device, host"
-        )
-    host = available_memory()
-    if managed > host:
-        raise UserError(
-            f"placement=managed: the KV cache needs {managed / GIB:.1f} GiB of host memory, "
-            f"where its pages go, and {host / GIB:.1f} GiB are available; {MEMORY_HINTS}; "
-            f"{HOST_HINT}"
         )
     torch.cuda.empty_cache()  # managed pages cannot lie in memory that torch keeps for tensors
     free, _ = torch.cuda.mem_get_info(device)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from harness.decode import memory
 from harness.decode.disk import DiskStore
 from harness.decode.gpu_cache import GpuCache, most_read, rooms
-from harness.decode.memory import DEFAULT_TUNING, GIB, Tuning, layer_bytes, tensor_bytes
+from harness.decode.memory import GIB, layer_bytes, tensor_bytes
 from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
 from harness.decode.share import LAYERS_UNDER_WAY, BatchLengths
 from harness.decode.store import KVStore, RowFormat
@@ -267,19 +267,11 @@ class Plan:
         elements = sizes.num_kv_heads * (sizes.head_dim + sizes.value_dim)
         return LocalCache.bytes_of(sizes.policy.window, lengths, elements, self.model.dtype)
 
-    def stores(
-        self,
-        lengths: BatchLengths,
-        device: torch.device = CPU,
-        tuning: Tuning = DEFAULT_TUNING,
-    ) -> dict[int, KVStore]:
-        """The store of each layer that sees every token, without memory.
-
-        device: where they compute; tuning: of the link to it. Dense layers store rows as they are,
-        here and in replay.
-        """
+    def stores(self, lengths: BatchLengths, device: torch.device = CPU) -> dict[int, KVStore]:
+        """The store of each layer that sees every token, without memory. device: where they
+        compute. Dense layers store rows as they are, here and in replay."""
         on_disk = self.placement == "disk"
-        make = DiskStore if on_disk else partial(KVStore, placement=self.placement, tuning=tuning)
+        make = DiskStore if on_disk else partial(KVStore, placement=self.placement)
         stores = {}
         for layer, sizes in enumerate(self.model.layers):
             if sizes.policy.window is not None:

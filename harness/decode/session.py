@@ -23,7 +23,7 @@ from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
 from harness.decode.gpu_cache import GpuCacheFetcher
 from harness.decode.graphs import StepGraphs
 from harness.decode.links import DiskLink, Link, LinkUse
-from harness.decode.memory import DEFAULT_TUNING, PinnedSlab
+from harness.decode.memory import PinnedSlab
 from harness.decode.needs import Needs, Plan, sizes_of
 from harness.decode.reads import StepReads
 from harness.decode.resident import LocalCache, ResidualCache, ValuesCache
@@ -41,7 +41,7 @@ from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Method
 from methods.codecs.split import CacheCodec, SplitCodec, every_codec
-from methods.prompt_evicting import PromptEvictingState
+from methods.evicting import EvictingState
 
 log = logging.getLogger(__name__)
 
@@ -212,13 +212,10 @@ class LiveSession:
         Forks come one after another: close each before the next, which writes over its rows. The
         method's state, windows and exact last tokens are copied; cached rows are not, but for those
         of a method that evicts while it decodes, whose steps write over kept rows of the prompt.
-        All counts and times start anew. Raises ValueError under `placement=disk`, where no rows are
-        put back.
+        All counts and times start anew.
         """
-        if self.steps:
-            raise RuntimeError("a session is forked before its first decode step")
-        if self.placement == "disk":
-            raise ValueError("placement=disk: a session is not forked there")
+        assert self.placement != "disk", "no rows are put back there"
+        assert not self.steps, "a session is forked before its first decode step"
         self._bring_back_prompt()
         child = copy(self)
         child.is_fork = True
@@ -250,8 +247,8 @@ class LiveSession:
         call keeps a copy of them."""
         self.drain()
         for cache in self.fetching:
-            if not cache.evicts or isinstance(cache.state, PromptEvictingState):
-                continue  # no step takes a slot of the prompt's
+            if not isinstance(cache.state, EvictingState) or not cache.state.evicts_in_steps:
+                continue
             rows = cache.store.slots[:, :, : cache.slots_in_use()]
             if cache.store in self._prompt_rows:
                 rows.copy_(self._prompt_rows[cache.store])
@@ -432,8 +429,7 @@ class LiveSession:
     def _open_caches(self, share: DeviceShare) -> list[LayerCache | LocalCache]:
         """Open the caches of the layers. Raises UserError where they do not fit into memory."""
         plan, lengths = self.plan, share.batch.counts
-        tuning = DEFAULT_TUNING if share.link is None else share.link.tuning
-        stores = plan.stores(lengths, share.device, tuning)
+        stores = plan.stores(lengths, share.device)
         self._allocate(share, stores)
         if share.link is not None and stores:
             largest = plan.shared_buffer(stores, lengths)

@@ -29,13 +29,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.decode import memory
-from harness.decode.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
+from harness.decode.memory import PinnedSlab, call_cuda, cuda_runtime
 from harness.settings.config import Placement
 from methods import compiled
 from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
 from methods.codecs.integers import IntegerCodec
 from methods.codecs.split import AnyCodec
+
+MIN_COPY_BYTES = 28 * 1024
+"""A contiguous piece of this size crosses the link faster by a copy engine than by a kernel."""
 
 
 class KeyValue(NamedTuple):
@@ -174,7 +177,7 @@ class KVStore:
     """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer.
 
     `nbytes` is known before `allocate` makes the slots. Under managed placement the driver pages
-    what a kernel touches; all else is as on the device. tuning: of the link to the device.
+    what a kernel touches; all else is as on the device.
     """
 
     def __init__(
@@ -186,7 +189,6 @@ class KVStore:
         capacity: int,
         placement: Placement,
         device: torch.device,
-        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         self.format = row_format
         self.codec = row_format.codec
@@ -198,7 +200,6 @@ class KVStore:
         self.nbytes = self.heads * capacity * self.slot_bytes
         self.placement = placement
         self.device = device
-        self.tuning = tuning
         self.is_reachable = placement != "host"
         """True if a kernel on the device can address the slots."""
         self.slots = torch.empty(0, dtype=torch.uint8)
@@ -260,7 +261,7 @@ class KVStore:
         if isinstance(request, Chosen):
             moved = request.num_rows
             if not rows.is_cuda or self.is_reachable:
-                gather_rows(self.slots, request.slots, rows, request.targets, self.tuning)
+                gather_rows(self.slots, request.slots, rows, request.targets)
             else:  # the host gathers, and waits for the index
                 index = request.by_target(rows.shape[2])
                 staged = torch.zeros(rows.shape, dtype=torch.uint8)
@@ -286,7 +287,7 @@ class KVStore:
             index, moved, _ = at
             if rows.is_cuda and not self.is_reachable:
                 index, rows = index.cpu(), rows.cpu()
-            scatter_rows(self.slots, index, rows, self.tuning)
+            scatter_rows(self.slots, index, rows)
         return self._bytes_of(moved)
 
     def _bytes_of(self, num_rows: int | Tensor) -> int:
@@ -296,15 +297,15 @@ class KVStore:
         """Write rows of every head from column `at` on. Short lines, such as a step's own row, are
         written by a kernel if it can reach the slots, else by the host from one copy of all."""
         column = self.slots[:, :, at : self._checked(at + rows.shape[2])]
-        is_long = rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes
+        is_long = rows.shape[2] * self.slot_bytes >= MIN_COPY_BYTES
         if rows.device == column.device or is_long:
             copy_heads(rows, column)
         elif self.is_reachable and rows.shape[2] == 1:
             index = torch.full(rows.shape[:3], at, device=self.device)
-            scatter_rows(self.slots, index, rows, self.tuning)
+            scatter_rows(self.slots, index, rows)
         elif self.is_reachable:
             index = torch.arange(at, at + rows.shape[2], device=self.device)
-            scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
+            scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows)
         else:
             column.copy_(rows.cpu())
 
@@ -347,13 +348,7 @@ def _memcpy_2d(source: Tensor, target: Tensor) -> None:
 # a sync.
 
 
-def gather_rows(
-    slots: Tensor,
-    index: Tensor,
-    rows: Tensor,
-    targets: Tensor | None = None,
-    tuning: Tuning = DEFAULT_TUNING,
-) -> None:
+def gather_rows(slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None = None) -> None:
     """`rows[b, h, targets[b, h, i]] = slots[b, h, index[b, h, i]]`; nothing where the index is
     negative.
 
@@ -365,7 +360,7 @@ def gather_rows(
     if rows.is_cuda:
         from harness.decode.kernels import rows as kernels
 
-        kernels.gather_rows(slots, index, rows, targets, tuning)
+        kernels.gather_rows(slots, index, rows, targets)
         return
     # In numpy, which keeps the interpreter while it copies: a link's thread that asked for it anew
     # after every operation would wait for the computation, and the computation for it.
@@ -377,9 +372,7 @@ def gather_rows(
     rows.view(torch.int32).numpy()[batch, head, target] = moved
 
 
-def scatter_rows(
-    slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DEFAULT_TUNING
-) -> None:
+def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor) -> None:
     """`slots[b, h, index[b, h, i]] = rows[b, h, i]`, nothing where the index is negative.
 
     A slot may occur once in a head's index. Shapes and errors as in `gather_rows`.
@@ -387,7 +380,7 @@ def scatter_rows(
     if rows.is_cuda:
         from harness.decode.kernels import rows as kernels
 
-        kernels.scatter_rows(slots, index, rows, tuning)
+        kernels.scatter_rows(slots, index, rows)
         return
     batch, head, row, slot = listed(index, slots.shape[2])
     new_words = rows.view(torch.int32).numpy()[batch, head, row]

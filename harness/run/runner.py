@@ -326,9 +326,7 @@ def measure(config: RunConfig, resources: Resources) -> Outcome:
 
 
 def check(config: RunConfig) -> None:
-    """Raise UserError for what `harness.settings.kinds` cannot see: tasks, and a card's memory."""
-    if config.kind == "latency" and config.placement == "managed":
-        _check_managed(config)
+    """Raise UserError for tasks that are not known, which `harness.settings.kinds` cannot see."""
     if config.kind != "tasks":
         return
     is_offline = config.data.name == "offline"
@@ -385,38 +383,3 @@ def to_lower(config: RunConfig) -> str:
     for name in find(config.kind).sizes(config):
         words.append(name if config.value(name) is None else config.typed(name))
     return " or ".join(words)
-
-
-def _check_managed(config: RunConfig) -> None:
-    """Raise UserError where the weights and a managed cache are more than the run's card has, as
-    far as the model's shape tells: before the weights are loaded, and before a sweep begins. The
-    session asks again, for all that it needs (`harness.decode.memory.require_managed`)."""
-    import torch
-
-    from harness.decode.memory import GIB, MEMORY_HINTS
-    from harness.decode.share import BatchLengths
-    from harness.model.shape import FFN_MATRICES, WEIGHT_BYTES, ModelShape
-    from harness.paper.costmodel.step import plan_of_shape
-
-    gib, model, lengths = config.platform.device_gib, config.model, config.latency
-    card_bytes = None if gib is None else int(gib * GIB)
-    if torch.cuda.is_available():
-        whole = torch.cuda.get_device_properties(0).total_memory
-        if card_bytes is not None and card_bytes > whole:
-            smaller = f"this card has {whole / GIB:.1f} GiB; null takes the card as it is"
-            raise UserError(f"platform.device_gib={gib:g}: {smaller}")
-        card_bytes = card_bytes or whole
-    if card_bytes is None or model.shape is None or model.shape["model_type"] not in FFN_MATRICES:
-        return
-    shape = ModelShape.from_config(model.name, model.shape)
-    dtype = getattr(torch, model.dtype)
-    weight_bytes = shape.weight_bytes * dtype.itemsize // WEIGHT_BYTES
-    plan = plan_of_shape(config, shape, weight_bytes, dtype)
-    batch = BatchLengths((lengths.prompt_len,) * lengths.batch_size, lengths.gen_len)
-    needs = plan.needs(batch, lengths.batch_size * lengths.prompt_len, with_state=False)
-    needed = needs.weights + needs.managed + needs.workspace
-    if needed > card_bytes:
-        raise UserError(
-            f"placement=managed: weights, the KV cache and the prompts' pass need "
-            f"{needed / GIB:.1f} GiB, and the card has {card_bytes / GIB:.1f}; {MEMORY_HINTS}"
-        )

@@ -177,10 +177,9 @@ class LatencyConfig:
 
 @dataclass(frozen=True)
 class CapacityConfig:
-    """The bounds of `batch_size=largest`. `kind=advise` has that of the host, too."""
+    """The bounds of `batch_size=largest`."""
 
     max_batch: Count = 1024
-    host_gib: Positive | None = None
     curve: bool = True
 
 

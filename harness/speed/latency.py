@@ -217,8 +217,7 @@ def time_largest(
 
 def _by_arithmetic(config: RunConfig, setup: Setup, attached: Attached) -> Capacity:
     """The capacity of the memory that the settings give; of a GPU without any, of what is free."""
-    gib, host_gib = config.platform.device_gib, config.capacity.host_gib
-    is_gpu = config.platform.name == "cuda"
+    gib = config.platform.device_gib
     device = f"platform.device_gib={gib:g}" if gib is not None else "platform=cuda"
     if gib is not None:
         device_bytes = int(gib * GIB)
@@ -227,10 +226,7 @@ def _by_arithmetic(config: RunConfig, setup: Setup, attached: Attached) -> Capac
         weights = sum(weight.nbytes for weight in attached.model.parameters())
         whole = weights + available_bytes(attached.device)
         device_bytes = whole // STEP_BYTES * STEP_BYTES
-    host_bytes = None if host_gib is None else int(host_gib * GIB)
-    if is_gpu:
-        free = available_memory()
-        host_bytes = free if host_bytes is None else min(free, host_bytes)
+    is_gpu = config.platform.name == "cuda"
     method = setup.method
     plan = Plan(
         sizes_of(attached, method),
@@ -247,7 +243,7 @@ def _by_arithmetic(config: RunConfig, setup: Setup, attached: Attached) -> Capac
         shape.prompt_len,
         shape.gen_len,
         device_bytes,
-        host_bytes,
+        available_memory() if is_gpu else None,
         config.capacity.max_batch,
         in_one_pass=is_gpu,
     )

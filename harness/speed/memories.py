@@ -73,10 +73,8 @@ def two_memories(config: RunConfig, attached: Attached) -> Iterator[tuple[LinkRa
         if config.placement != "host":
             yield rate, None
             return
-        device, overlap = attached.device, platform.overlap
-        with open_link(
-            device, bytes_per_s=bytes_per_s, overlap=overlap, tuning=rate.tuning
-        ) as link:
+        overlap = platform.overlap
+        with open_link(attached.device, bytes_per_s=bytes_per_s, overlap=overlap) as link:
             yield rate, link
 
 

@@ -13,7 +13,6 @@ import torch
 
 from benchmarks import gpu
 from harness.decode import memory as pinned
-from harness.decode.memory import Tuning
 from harness.model.load import Resources
 from harness.results.record import read_record
 from harness.run import runner
@@ -141,7 +140,7 @@ def test_rates_of_a_gpu_go_through_its_kernels_and_copies(monkeypatch):
     monkeypatch.setattr(gpu, "PinnedSlab", FakeSlab)
     with fake_gpu() as trace:
         assert [rate.at for rate in gpu.link_rates(CUDA, 2**20, None)] == [f"bytes {2**20}"] * 2 + [f"bytes {2**21}"]
-        gathers = list(gpu.gather_rates(CUDA, 2**22, Tuning()))
+        gathers = list(gpu.gather_rates(CUDA, 2**22))
         assert trace.faults == []
         assert trace.link[None, "cudaMemcpy2DAsync"] == 4 * (gpu.REPEATS + 1), "one way, the other, both"
         assert trace.launches[None, "_move_rows"] == len(gathers) * (gpu.REPEATS + 1)

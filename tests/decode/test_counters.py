@@ -188,6 +188,18 @@ PADDED = PROMPTS["padded"]
 every_hand = pytest.mark.parametrize("name", HANDS)
 
 
+def test_rows_under_way_for_a_step_that_never_comes_are_in_no_count():
+    """A text may end before its session is full."""
+    with (
+        attached_with_link() as (attached, link),
+        closing(open_live(attached, FULL.case, placement="host", link=link)) as session,
+    ):
+        force(session, (24,), 3)
+        traffic = session.traffic
+        assert traffic.loaded.num_bytes == 4 * HEADS * EXACT * (24 + 25 + 26)
+        assert traffic.written.num_bytes == 4 * HEADS * EXACT * 3
+
+
 @every_hand
 @pytest.mark.parametrize("run", [replay, live])
 def test_shares_by_hand(name, run):

@@ -142,30 +142,6 @@ def test_no_step_attends_by_cudnn_which_plans_for_each_length(gpu, monkeypatch):
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_the_trace_finds_what_it_is_for(gpu):
-    scores, host = torch.empty(3, device=CUDA), torch.empty(3)
-    for waits in (scores.max().item, lambda: scores[scores > 0]):
-        with pytest.raises(AssertionError, match="waits"):
-            waits()
-    pinned = torch.empty(2, 3, pin_memory=True)
-    gpu.restart()
-    for faulty, message in (
-        (lambda: scores.__setitem__(scores > 0, scores.sum()), "by a mask"),
-        (lambda: host + 1, "on cpu"),
-        (lambda: scores.copy_(host, non_blocking=True), "pageable"),
-        (lambda: pinned[:, 0].copy_(scores[:2], non_blocking=True), "strided"),
-        (lambda: torch.where(scores > 0, scores, torch.tensor(0.0)), "where copies a number"),
-        (lambda: torch.tensor(0.0).to(CUDA), "_to_copy copies a number"),
-    ):
-        faulty()
-        assert gpu.faults and message in gpu.faults[-1][1]
-        gpu.restart()
-    scores.copy_(pinned[0], non_blocking=True)
-    assert gpu.faults == [] and gpu.of_layer(None) == {"copy_": 1}
-    torch.cuda.current_stream().synchronize()
-    assert len(Stream.waits) == 1
-
-
 def test_kernels_take_as_many_heads_as_a_large_batch_has(gpu):
     """65,535 is the most that a GPU takes on any axis of a grid but the first."""
     batch, heads, head_dim, columns, slots = 2048, 40, 128, 64, 4096

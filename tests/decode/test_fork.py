@@ -66,15 +66,3 @@ def test_forks_begin_without_rows_on_the_device():
 def test_forks_have_windows_recurrent_states_and_rings_of_their_own(family):
     for name in "h2o", "infinigen", "kivi":
         require_same_as_alone(mixed(family), CASES[name], "even", "device")
-
-
-def test_what_lies_on_a_disk_or_has_decoded_is_not_forked():
-    ids, real = token_batch(PROMPTS["even"], 0)
-    with attach(tiny("gqa")) as attached, closing(open_live(attached, CASES["full"], ROOM)) as session:
-        session.prefill(ids, real)
-        session.placement = "disk"
-        with pytest.raises(ValueError, match="placement=disk: a session is not forked there"):
-            session.fork()
-        decoded(session, (3,))
-        with pytest.raises(RuntimeError, match="before its first decode step"):
-            session.fork()

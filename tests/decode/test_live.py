@@ -1,21 +1,18 @@
-"""Live decoding: prompts that are handed over, texts, segments of a step, refusals."""
+"""Live decoding: prompts that are handed over, segments of a step."""
 
 import pytest
 import torch
 
 from harness.decode import links as emulated
 from harness.decode import timeline as timelines
-from harness.decode.session import generate
 from harness.decode.timeline import SEGMENTS, Timeline
 from harness.model.prompts import run_prompt
-from methods.oracle import Oracle
-from tests.cases import CASES, Case
+from tests.cases import CASES
 from tests.living import (
     PROMPT,
     PROMPTS,
     STEPS,
     attached_with_link,
-    endless,
     live,
     open_live,
     token_batch,
@@ -45,20 +42,6 @@ def test_a_prompt_that_is_handed_over_is_as_good_as_ones_own(name):
             logits += [session.decode_step(ids[:, PROMPT + step]) for step in range(steps)]
             session.close()
             assert torch.equal(torch.stack(logits, 1), expected[:, : 1 + steps])
-
-
-def test_generate_feeds_each_token_and_stops_at_max_new_tokens():
-    ids, real = token_batch(EVEN)
-    with attached_with_link() as (attached, _):
-        session, plain = open_live(attached, CASES["h2o"]), open_live(attached, CASES["h2o"])
-        texts = [endless(prompt, STEPS) for prompt in ids[:, :PROMPT].tolist()]
-        steps = generate(session, session.prefill(ids[:, :PROMPT], real[:, :PROMPT]), texts)
-        expected = [plain.prefill(ids[:, :PROMPT], real[:, :PROMPT]).argmax(-1)]
-        for step, _ in enumerate(steps):
-            assert torch.equal(torch.tensor([text.tokens[-1] for text in texts]), expected[-1]), step
-            expected.append(plain.decode_step(expected[-1]).argmax(-1))
-    assert [len(text.tokens) for text in texts] == [STEPS] * len(texts)
-    assert session.steps == STEPS - 1
 
 
 class Clock:
@@ -96,11 +79,3 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
     assert all(value > 0 for step in steps for value in step.values())
     one_layer = HEADS * FP32_ROW * PROMPT / rate  # seconds of one layer's transfer, of which a step has more than two
     assert all(step["transfer"] > one_layer for step in steps)
-
-
-# Refusals
-
-
-def test_true_scores_lie_behind_no_link():
-    with attached_with_link() as (attached, link), pytest.raises(ValueError, match="Oracle selects by the true scores"):
-        open_live(attached, Case(Oracle()), placement="host", link=link)

@@ -3,7 +3,6 @@
 CUDA's runtime is a stand-in where there is no GPU (`fake_cuda.Runtime`).
 """
 
-import sys
 import weakref
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -20,7 +19,6 @@ from harness.decode import memory
 from harness.decode.memory import (
     ALIGNMENT,
     GIB,
-    RUNTIME,
     PinnedSlab,
     require_session,
 )
@@ -43,7 +41,7 @@ from tests.tiny_models import tiny_model
 
 @pytest.fixture
 def runtime():
-    """A GPU with 40 GiB free, a host with 50."""
+    """A GPU with 40 GiB free."""
     with fake_runtime() as runtime:
         yield runtime
 
@@ -234,14 +232,11 @@ def test_a_block_is_viewed_in_place_and_freed_with_its_last_view(runtime):
         memory.managed_empty((8,), CUDA)
 
 
-def test_a_device_without_managed_memory_is_refused(runtime, monkeypatch):
+def test_a_device_without_managed_memory_is_refused(runtime):
     with pytest.raises(UserError, match="^placement=managed: needs platform=cuda; allowed on cpu: device, host$"):
         memory.require_managed(GIB, 0, CPU)
     runtime.concurrent = 0
     with pytest.raises(UserError, match="GPU has no concurrent managed access; allowed on it: device, host$"):
-        memory.require_managed(GIB, 0, CUDA)
-    monkeypatch.setitem(sys.modules, RUNTIME, None)
-    with pytest.raises(UserError, match="^platform=cuda: needs the package cuda-bindings, which torch's CUDA build"):
         memory.require_managed(GIB, 0, CUDA)
 
 
@@ -255,9 +250,6 @@ def test_managed_memory_is_refused_beyond_what_is_free(runtime, monkeypatch, gib
         refusal = rf"^placement=managed: the KV cache of {free - 2}.0 GiB and 2.1 GiB .* at most the {free}.0 GiB of"
         with pytest.raises(UserError, match=refusal):
             require_session(0, int(2.1 * GIB), (free - 2) * GIB, CUDA)
-    monkeypatch.setattr(memory, "available_memory", lambda: 20 * GIB)
-    with pytest.raises(UserError, match="needs 20.1 GiB of host memory, where its pages go, and 20.0 GiB are avail"):
-        require_session(0, 0, int(20.1 * GIB), CUDA)
 
 
 def test_a_smaller_card_leaves_what_is_asked_for(runtime, monkeypatch):

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.decode.needs import LayerSizes, ModelSizes, Plan, largest_batch, sizes_of
+from harness.decode.needs import LayerSizes, ModelSizes, Plan, sizes_of
 from harness.decode.share import BatchLengths
-from harness.errors import UserError
 from harness.model.policies import method_policy
 from harness.model.prompts import PassSizes, prompt_bytes
 from methods.attention import Softmax
 from methods.base import Geometry
 from methods.quest import Quest
 from tests.cases import CASES, Case, shipped
+from tests.conftest import refused
 from tests.living import PROMPT, attached_with_link, calibration_of, open_live
 
 ALL_AT_ONCE = 10**9
@@ -79,26 +79,9 @@ def test_a_state_whose_size_depends_on_the_text_is_refused():
     class Reading(Quest):
         state = State
 
-    with attached_with_link() as (attached, _):
-        method = Reading(budget=0.4, page_size=3)
-        plan = Plan(sizes_of(attached, method), method, None, "device")
-        with pytest.raises(UserError, match=r"^method Quest: what it keeps depends on the text") as refusal:
-            plan.needs(BatchLengths((PROMPT,), 8))
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["full", "h2o", "infinigen2", "kivi"])
-@pytest.mark.parametrize("placement", ["device", "host"])
-def test_more_sequences_need_more_and_the_largest_batch_is_the_last_that_fits(name, placement):
-    case = case_of(name)
-    with attached_with_link() as (attached, _):
-        model, measured = sizes_of(attached, case.method), calibration_of(attached)
-    plan = Plan(model, case.method, case.codec, placement, calibration=measured)
-    needed = [plan.needs(BatchLengths((PROMPT,) * batch, 8)).device for batch in range(1, 20)]
-    assert needed == sorted(set(needed))
-    for most in 5, 9, 40:
-        found = largest_batch(lambda batch: batch <= len(needed) and needed[batch - 1] <= needed[8], most)
-        assert found == min(9, most)
+    method = Reading(budget=0.4, page_size=3)
+    with attached_with_link() as (attached, _), refused("^method Quest: what it keeps depends on the text"):
+        Plan(sizes_of(attached, method), method, None, "device").needs(BatchLengths((PROMPT,), 8))
 
 
 def plan_of(method, geometry: Geometry, dtype: torch.dtype) -> Plan:
@@ -108,25 +91,6 @@ def plan_of(method, geometry: Geometry, dtype: torch.dtype) -> Plan:
         policy = method_policy(method, number, Softmax(geometry.scale), is_first=number == 0)
         layers.append(LayerSizes(policy, geometry.num_kv_heads, geometry.head_dim, geometry.head_dim))
     return Plan(ModelSizes(layers, geometry, dtype, PassSizes(0, 0, 0, 0, None), 0), method, None, "device")
-
-
-@pytest.mark.parametrize(("tokens", "share"), [(1024, 0.0881), (4096, 0.0748)])
-def test_what_infinigen2_keeps_by_hand(tokens, share):
-    """Of each token a partial key, and of each sequence two projections, in 4 bits with scales of two bytes; in half
-    precision, of qwen2.5-coder-1.5b. No calibration stays."""
-    num_layers, num_kv_heads, head_dim, columns = 28, 2, 128, 64
-    of_token = columns // 2 + 4
-    of_sequence = 2 * head_dim * (columns // 2 + 4) + columns * 2  # and the keys' mean
-    method, heads = shipped("infinigen2").method, num_layers * num_kv_heads
-    geometry = Geometry(num_layers, 12, num_kv_heads, head_dim, head_dim**-0.5, "llama")
-    kept = {}
-    for batch in (1, 2):
-        sizes = plan_of(method, geometry, torch.bfloat16).state(BatchLengths((tokens - 16,) * batch, 16))
-        assert sizes.kept == batch * heads * (tokens * of_token + of_sequence)
-        kept[batch] = sizes.whole
-    assert kept[1] == heads * (tokens * of_token + of_sequence) + 2 * 8, "beside its prompt's length and T"
-    assert kept[2] == 2 * kept[1]
-    assert kept[1] / (heads * tokens * 2 * head_dim * 2) == pytest.approx(share, abs=5e-5)
 
 
 def test_what_a_step_reads_of_an_index_by_hand():

@@ -70,20 +70,6 @@ def test_a_sequence_that_has_ended_changes_no_recurrent_state_of_another():
 # Sizes, by hand: more in test_mixed_tables.py
 
 
-def test_what_chunks_read_by_hand():
-    length = 40
-    reads = run_one(
-        mixed("llama4_text"), Case(H2O(heavy_frac=0.1, recent_frac=0.1, dense_layers=2)), token_ids(length), 20
-    ).reads
-    rows = range(20, length)
-    held = [t % WINDOW for t in rows]  # of each of two layers
-    of_windows = [2 * window / (4 * t + 2 * window) for t, window in zip(rows, held, strict=True)]
-    assert reads.window_frac == pytest.approx(sum(of_windows) / len(rows))
-    budget = 4 + 4  # of 40 tokens, in two of the four layers
-    by_row = [(2 * t + 2 * budget) / (4 * t) for t in rows]
-    assert reads.budget == pytest.approx(sum(by_row) / len(rows))
-
-
 def test_recurrent_bytes_are_of_a_sequence():
     one, several = (decode(mixed("qwen3_next"), CASES["h2o"]).reads.shares for decode in (run_one, run_ragged))
     assert one["recurrent_bytes"] == several["recurrent_bytes"]

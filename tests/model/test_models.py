@@ -306,12 +306,7 @@ def test_a_model_is_loaded_from_a_folder_or_given_as_it_is(model_dir):
     assert (loaded.name, given.name, given.max_length) == ("tiny", "llama", loaded.max_length)
     identity = inputs.model(config)
     (model_dir / "chat_template.jinja").write_text("{{ messages }}")
-    renamed = inputs.model(replace(config, name="renamed"))
-    assert inputs.model(config) == renamed != identity, "a chat template is part of a model's identity"
-    with torch.no_grad():
-        model.model.norm.weight.mul_(2)
-    model.save_pretrained(model_dir)
-    assert inputs.model(config) != renamed
+    assert inputs.model(config) != identity, "a chat template is part of a model's identity"
 
 
 def only(shard: str) -> dict[str, str | None]:
@@ -324,6 +319,7 @@ DAMAGE = {
     "a missing layer": ({"config.json": {"num_hidden_layers": 5}}, r"lacks \d+ weights"),
     "a pickle as a shard": (only("pytorch_model.bin"), "lie in pytorch_model.bin, no .safetensors file that is here"),
     "a tokenizer of nothing": ({"tokenizer.json": '{"version": "1.0"}'}, "tokenizer in .* cannot be loaded"),
+    "a configuration cut short": ({"config.json": '{"model_type'}, "its config.json cannot be read"),
 }
 
 
@@ -493,7 +489,7 @@ def test_refuses_a_package_that_is_missing_or_damaged(tmp_path, monkeypatch):
 # Model files that somebody else made: damaged ones end in one line, and none of them runs code
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tiny.gguf"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tiny.gguf"])
 def test_a_damaged_file_is_refused_in_a_line(name, model_dir, tiny_gguf):
     folder = tiny_gguf.parent if name == tiny_gguf.name else model_dir
     content = (folder / name).read_bytes()

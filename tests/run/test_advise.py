@@ -300,9 +300,9 @@ def test_every_option_of_the_board_has_its_launches():
 
 
 def test_a_users_settings_reach_every_option(few):
-    options, _ = advise.options_of(question("platform=h100-pcie5", "capacity.host_gib=1", "advise.hit_frac=0.5"))
+    options, _ = advise.options_of(question("platform=h100-pcie5", "platform.host_bytes=1e9", "advise.hit_frac=0.5"))
     for option in options:
         assert option.step.hit_frac == (0.5 if option.place == "host, GPU cache" else 0)
         if option.place == "host":
             assert option.users <= replace(option.step.capacity, host_bytes=None).largest
-            assert option.step.capacity.needs(max(1, option.users)).host <= 2**30 or option.users == 0
+            assert option.step.capacity.needs(max(1, option.users)).host <= 1e9 or option.users == 0

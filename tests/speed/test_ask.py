@@ -7,7 +7,6 @@ import re
 
 import pandas as pd
 import pytest
-import torch
 
 import harness
 from harness.model.attached import Attached
@@ -36,21 +35,6 @@ def model(network):
     return harness.load(network, byte_tokenizer())
 
 
-def decoded(model, question: str, **words) -> str:
-    """The answer by an attached model's own calls: the context as a prompt, then row by row."""
-    tokenizer, network = model.loaded.tokenizer, model.loaded.model
-    rows = [tokenizer(text, return_tensors="pt").input_ids for text in (CONTEXT, question)]
-    with harness.attach(model, max_new_tokens=rows[1].shape[1] + NEW, **words), torch.inference_mode():
-        cache = network(rows[0], use_cache=True).past_key_values
-        tokens: list[int] = []
-        logits = network(rows[1], past_key_values=cache).logits[:, -1]
-        while True:
-            tokens.append(int(logits.argmax()))
-            if len(tokens) == NEW:
-                return tokenizer.decode(tokens)
-            logits = network(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[:, -1]
-
-
 PLACED = [(method, ("host", "device")[number % 2]) for number, method in enumerate(METHODS)]
 
 
@@ -62,9 +46,6 @@ def test_each_question_is_answered_as_if_it_were_the_only_one(model, method, pla
     shared = ["method", "asked_budget", "question", "answer", "num_tokens", "budget"]
     pd.testing.assert_frame_equal(together[shared], pd.concat(alone, ignore_index=True)[shared], check_exact=True)
     assert list(together.question) == QUESTIONS and set(together.num_tokens) == {NEW}
-    settings = {name: value for name, value in SHORT.items() if name not in ("max_new_tokens", "quiet")}
-    if "budget" not in words:  # which `attach` meets for other rows
-        assert list(together.answer) == [decoded(model, question, **words, **settings) for question in QUESTIONS]
     assert (together[["ttft_s", "decode_s", "kv_bytes"]] > 0).all(axis=None) and together.attrs["context_s"] > 0
 
 
@@ -97,17 +78,14 @@ def test_an_answer_ends_with_the_model_and_the_next_one_sees_nothing_of_it(netwo
     ("words", "message"),
     [
         ({"questions": "Who?"}, "questions='Who?': must be a list, such as questions=['Who?']"),
-        ({"questions": []}, "questions=[]: must be a list, such as questions=['Who?']"),
         ({"questions": ["Who?", ""]}, "questions: '' makes no tokens; give a text"),
         ({"context": 3}, "context=3: must be text"),
         ({"context": ""}, "context='': must be text, and not empty"),
         ({"max_new_tokens": 5000}, "context and question of 106 tokens and max_new_tokens=5000: must be at least 1"),
-        ({"prompt": "x"}, "prompt='x': is 'The cat"),
         (
             {"placement": "disk", "platform.link_gbps": None},
             "placement=disk: questions cannot go on from one cache there",
         ),
-        ({"method": "h2p"}, "method=h2p"),
     ],
 )
 def test_wrong_questions_are_refused_in_one_line(model, words, message):

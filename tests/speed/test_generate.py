@@ -106,13 +106,9 @@ def test_fetched_rows_are_those_of_the_full_cache_and_none_is_asked_for_in_vain(
     [
         (["max_new_tokens=512"], "max_new_tokens=512: must be at least 1 and together at most 512"),
         (["max_new_tokens=8", "method=streaming"], "error: method.budget=0.2: must be more: it keeps "),
-        (["tokenizer"], "this model has no tokenizer"),
     ],
 )
-def test_what_cannot_be_generated_is_one_line(settings, said, tiny, monkeypatch, capsys):
-    if settings == ["tokenizer"]:
-        monkeypatch.setattr(models, "load_model", lambda config: LoadedModel(tiny, None, "tiny", 512))
-        settings = []
+def test_what_cannot_be_generated_is_one_line(settings, said, tiny, capsys):
     assert main(["experiment=generate", "prompt=a", *settings]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

@@ -22,7 +22,7 @@ from harness.model.prompts import calibrate
 from harness.replay.setup import Setup
 from harness.results.columns import TABLES
 from harness.results.metrics import LARGEST, OF_DISK, UNMET_BUDGET
-from harness.run import all_runs, runner
+from harness.run import all_runs
 from harness.run.cli import main
 from harness.run.compose import load
 from harness.run.runner import Run
@@ -31,7 +31,6 @@ from harness.settings.schema import options
 from harness.settings.systems import COUNTED, LABELS, ON_A_DISK
 from harness.speed import latency as speed
 from harness.speed.timed_run import TimedRun, run_shared_prompt, time_run
-from methods.codecs.integers import IntegerCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -72,8 +71,6 @@ def timed(tiny_gqa):
 
 HEADS, HEAD_DIM = 2, 16
 EXACT = BATCH * HEADS * 2 * HEAD_DIM * 4  # a token's K and V in fp32, over batch and KV heads
-INT4 = BATCH * HEADS * 2 * (4 + HEAD_DIM // 2)  # lo and step in fp16, then half a byte an element
-HALF = EXACT + INT4  # in two layers of four
 OWN = 8 * 4 * EXACT  # the current tokens of the timed steps, in all layers
 CACHED = sum(PROMPT + s for s in TIMED)  # tokens that a layer uses in the timed steps which reads all of them
 SELECTED = EXACT * (2 * CACHED + 8 * 2 * 5)
@@ -84,12 +81,10 @@ PROJECTION = EXACT * 2 * 8 * 16 * 5 // 32  # 16 x 5 numbers a step and layer
 @pytest.mark.parametrize(
     ("method", "options", "h2d_bytes", "d2h_bytes", "read_there"),
     [
-        (Full(), {}, EXACT * 4 * CACHED, OWN, 0),
-        (Full(dense_layers=2), {"codec": IntegerCodec("int4")}, HALF * 2 * CACHED, 8 * 2 * HALF, 0),
         (InfiniGen(fixed_fetch=5), {}, SELECTED, OWN, COLUMNS + PROJECTION),
         (Full(), {"placement": "device"}, 0, 0, EXACT * 4 * CACHED),
     ],
-    ids=["offload", "offload+int4", "infinigen", "ideal"],
+    ids=["infinigen", "ideal"],
 )
 def test_bytes_are_those_computed_by_hand(timed, method, options, h2d_bytes, d2h_bytes, read_there):
     metrics, samples = timed(method, **options)
@@ -112,22 +107,15 @@ def test_a_link_of_known_rate_takes_its_time_and_without_overlap_all_of_it_is_wa
     waiting, _ = timed(Full(), bytes_per_s=slow, overlap=False)
     all_of_it = 11 / 8 * sum(4 * (PROMPT + s) for s in TIMED) * EXACT / slow
     assert waiting["exposed_transfer_s"] >= 0.95 * all_of_it
-    fast, _ = timed(Full(), bytes_per_s=1e12)
-    assert 0 < fast["link_utilisation"] < metrics["link_utilisation"] <= 1.0001
+    assert metrics["link_utilisation"] <= 1.0001
 
 
 def test_metrics_are_those_of_the_raw_times(timed):
     metrics, samples = timed(Full())
-    ordered = sorted(seconds for repeat in samples["step_s"] for seconds in repeat)
-    mean = sum(ordered) / 8
-    assert metrics["tpot_p50_s"] == pytest.approx((ordered[3] + ordered[4]) / 2)
-    assert ordered[6] <= metrics["tpot_p95_s"] <= metrics["tpot_p99_s"] <= ordered[7]
-    assert metrics["tpot_std_s"] == pytest.approx((sum((each - mean) ** 2 for each in ordered) / 7) ** 0.5)
-    assert metrics["decode_s"] == pytest.approx(mean * 11)
     assert metrics["total_s"] == pytest.approx(metrics["ttft_s"] + metrics["decode_s"])
-    assert metrics["tokens_per_s"] == pytest.approx(BATCH * 12 / metrics["total_s"])
-    assert metrics["sequence_tokens_per_s"] == pytest.approx(1 / mean)
-    assert metrics["decode_tokens_per_s"] == pytest.approx(BATCH / mean)
+    steps_s = [seconds for repeat in samples["step_s"] for seconds in repeat]
+    assert metrics["decode_s"] == pytest.approx(statistics.fmean(steps_s) * 11)
+    assert metrics["decode_tokens_per_s"] == pytest.approx(BATCH / statistics.fmean(steps_s))
     first, second = (dense + begun for dense, begun in zip(samples["dense_s"], samples["begin_s"], strict=True))
     assert metrics["ttft_s"] == pytest.approx((first + second) / 2) and min(samples["dense_s"]) > 0
     assert metrics["ttft_spread_s"] == pytest.approx(abs(first - second) / 2**0.5)
@@ -144,15 +132,7 @@ def test_replayed_steps_have_a_time_and_no_parts(timed, monkeypatch):
     metrics, samples = timed(Full(), graphs=True)
     by_python, of_python = timed(Full())
     assert (samples["steps_by"], of_python["steps_by"]) == ("CUDA graphs", "Python")
-    of_parts = [
-        "attention_s",
-        "ffn_s",
-        "transfer_s",
-        "other_s",
-        "link_utilisation",
-        "link_bytes_per_s",
-        "exposed_transfer_s",
-    ]
+    of_parts = ["attention_s", "transfer_s", "link_utilisation", "link_bytes_per_s", "exposed_transfer_s"]
     assert all(metrics[name] is None and by_python[name] is not None for name in of_parts)
     counted = ["h2d_bytes", "d2h_bytes", "budget", "device_kv_bytes", "num_timed_steps"]
     assert [metrics[name] for name in counted] == [by_python[name] for name in counted]
@@ -255,7 +235,6 @@ REFUSED = {
     "placement=managed: needs platform=cuda; allowed on cpu: device": ["placement=managed"],
     "gpu_cache=2: placement=managed fetches no": [*ON_CUDA, "placement=managed", "gpu_cache=2"],
     "overlap=false: .*no link; use placement=host": [*ON_CUDA, "placement=managed", "platform.overlap=false"],
-    "platform.device_gib=0: must be above 0": [*ON_CUDA, "system=uvm", "platform.device_gib=0"],
     "platform.device_gib=48: is for placement=managed": [*ON_CUDA, "system=offload", "platform.device_gib=48"],
     "platform.graphs=auto: is for timed runs on platform=cuda": ["platform.graphs=auto"],
     "warmup_steps=2: must be at least 4 with platform.graphs=auto": [*ON_CUDA, "platform.graphs=auto"],
@@ -352,25 +331,6 @@ def test_a_child_that_dies_fails_its_runs_and_no_others(monkeypatch, tmp_path):
     outcomes = list(all_runs.run_apart(runs, Resources()))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
-
-
-def card(monkeypatch, gib):
-    """torch finds one CUDA device, of so much memory."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * 2**30))
-
-
-def test_a_managed_run_is_refused_before_its_weights_are_loaded(monkeypatch):
-    words = ["experiment=latency", *ON_CUDA, "model=opt-13b", "system=uvm", "prompt_len=1920", "gen_len=128"]
-    load([*words, "batch_size=20"])  # no card is known
-    card(monkeypatch, 24)
-    with pytest.raises(UserError, match="^placement=managed: weights, the KV .* need 31.1 GiB, and the card has 24.0;"):
-        Run.of(load([*words, "batch_size=4"]))
-    with pytest.raises(UserError, match="^platform.device_gib=48: this card has 24.0 GiB; null takes "):
-        Run.of(load([*words, "platform.device_gib=48"]))
-    words[2:3] = ["model=gemma3-270m"]
-    unknown = load([*words, "batch_size=4000"])  # the arithmetic knows no such family; its session will ask
-    runner.check(unknown)
 
 
 def test_a_host_that_shows_too_little_is_refused_until_the_settings_say_more(tiny_runs, monkeypatch, capsys):

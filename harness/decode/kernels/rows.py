@@ -4,8 +4,8 @@ masks.
 The gather dereferences host memory across the link, so only the chosen rows travel, a few hundred
 bytes each, without a host-side copy and without the host knowing the index. The link's latency asks
 for bytes under way, whatever the width of a row: a program moves as many whole rows at a time as
-`Tuning.tile_bytes` hold. Over the link a few programs move rows and leave the other multiprocessors
-to compute; within the device there is one program for every tile.
+`TILE_BYTES` hold. Over the link a few programs move rows and leave the other multiprocessors to
+compute; within the device there is one program for every tile.
 
 Counts change from step to step and no launch may compile anew, so only the width of an access is
 known at compile time: 16 bytes where slot_bytes is a multiple of 16, else 8 or 4. Shapes as in
@@ -21,8 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from harness.decode.memory import Tuning
-
+NUM_PROGRAMS = 64
+"""Programs that move rows over the link."""
+TILE_BYTES = 4096
+"""Under way in one program. All of them cover the latency of PCIe 5 (1.5 us at 55 GB/s are 80 KiB)
+three times."""
 WORD_BYTES = 4
 WORDS_AT_ONCE = 4  # a thread's widest access
 ACCESSES_OF_A_THREAD = 4  # under way at once; more cost registers
@@ -68,27 +71,19 @@ def _move_rows(
             tl.store(in_rows, tl.load(in_slots, mask=mask), mask=mask)
 
 
-def gather_rows(
-    slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None, tuning: Tuning
-) -> None:
+def gather_rows(slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None) -> None:
     """`rows[b, h, targets[b, h, i]] = slots[b, h, index[b, h, i]]` where index >= 0, on the current
     stream."""
-    _launch(slots, index, rows, targets, tuning, to_slots=False)
+    _launch(slots, index, rows, targets, to_slots=False)
 
 
-def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning) -> None:
+def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor) -> None:
     """`slots[b, h, index[b, h, i]] = rows[b, h, i]` where index >= 0, on the current stream."""
-    _launch(slots, index, rows, None, tuning, to_slots=True)
+    _launch(slots, index, rows, None, to_slots=True)
 
 
 def _launch(
-    slots: Tensor,
-    index: Tensor,
-    rows: Tensor,
-    targets: Tensor | None,
-    tuning: Tuning,
-    *,
-    to_slots: bool,
+    slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None, *, to_slots: bool
 ) -> None:
     assert slots.is_contiguous() and rows[0, 0].is_contiguous()
     assert targets is None or targets.is_contiguous()
@@ -96,10 +91,10 @@ def _launch(
         return
     words = slots.shape[-1] // WORD_BYTES
     at_once = gcd(words, WORDS_AT_ONCE)
-    tile_rows = max(1, tuning.tile_bytes // slots.shape[-1])
+    tile_rows = max(1, TILE_BYTES // slots.shape[-1])
     tile = triton.next_power_of_2(tile_rows * words // at_once)
     num_tiles = triton.cdiv(index.numel(), tile_rows)
-    _move_rows[(num_tiles if slots.is_cuda else min(num_tiles, tuning.num_programs),)](
+    _move_rows[(num_tiles if slots.is_cuda else min(num_tiles, NUM_PROGRAMS),)](
         slots.view(torch.int32),
         rows.view(torch.int32),
         index.contiguous(),

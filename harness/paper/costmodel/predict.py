@@ -40,7 +40,7 @@ class Platform:
     size. link_bytes_per_s: host to device from pinned memory, as achieved.
     host_channel_bytes_per_s: one channel of host memory, which limits the one core that stages a
     copy from pageable memory. cards: among which a model's heads are split; rates and size are of
-    one, which has a link of its own.
+    one, which has a link of its own. host_bytes: host memory of all of them; None: any.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Platform:
     link_bytes_per_s: Rate
     host_channel_bytes_per_s: Rate
     cards: Annotated[int, Field(ge=1)] = 1
+    host_bytes: Rate | None = None
 
     @property
     def pageable_bytes_per_s(self) -> float:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from harness.decode.memory import GIB
 from harness.decode.needs import Capacity, LayerSizes, ModelSizes, Plan
 from harness.decode.store import KVStore
 from harness.errors import UserError
@@ -88,25 +87,22 @@ def modelled_step(config: RunConfig, weight_bits: float = 16) -> Step:
             f"method={config.method_name}: how many tokens it reads depends on the text, which a "
             "modelled machine has none of; give budget=, or choose another method"
         )
-    host_gib = config.capacity.host_gib
     capacity = Capacity(
         f"platform={platform.name}",
         plan,
         lengths.prompt_len,
         lengths.gen_len,
         int(platform.device_bytes),
-        None if host_gib is None else int(host_gib * GIB),
+        None if platform.host_bytes is None else int(platform.host_bytes),
         config.capacity.max_batch,
     )
     hit_frac = (config.advise.hit_frac or 0.0) if config.gpu_cache else 0.0
     return Step(platform, shape, capacity, hit_frac, weight_bits=weight_bits)
 
 
-def plan_of_shape(
-    config: RunConfig, shape: ModelShape, weight_bytes: int, dtype: torch.dtype = DTYPE
-) -> Plan:
-    """The session of a run, known by the model's shape alone. dtype: of weights and exact rows.
-    Raises UserError for a budget that the method cannot have."""
+def plan_of_shape(config: RunConfig, shape: ModelShape, weight_bytes: int) -> Plan:
+    """The session of a run, known by the model's shape alone. Raises UserError for a budget that
+    the method cannot have."""
     assert config.model.shape is not None, "`shape` comes from there"
     geometry = geometry_of(shape, config.model.shape["model_type"])
     method, codec = config.method, codec_of(config)
@@ -121,7 +117,7 @@ def plan_of_shape(
             preset=config.method_name,
             warns=False,
         )
-    model = sizes_of_shape(shape, geometry, method, weight_bytes, dtype)
+    model = sizes_of_shape(shape, geometry, method, weight_bytes)
     return Plan(model, method, codec, config.placement, config.gpu_cache)
 
 
@@ -144,11 +140,7 @@ def geometry_of(shape: ModelShape, family: str) -> Geometry:
 
 
 def sizes_of_shape(
-    shape: ModelShape,
-    geometry: Geometry,
-    method: Method,
-    weight_bytes: int,
-    dtype: torch.dtype = DTYPE,
+    shape: ModelShape, geometry: Geometry, method: Method, weight_bytes: int
 ) -> ModelSizes:
     """The sizes of a model of equal layers, as `harness.decode.needs.sizes_of` has them of a loaded
     one."""
@@ -168,7 +160,7 @@ def sizes_of_shape(
     )
     cached = shape.num_kv_heads, shape.head_dim, shape.head_dim
     layers = [LayerSizes(policy, *cached) for policy in policies]
-    return ModelSizes(layers, geometry, dtype, sizes, weight_bytes)
+    return ModelSizes(layers, geometry, DTYPE, sizes, weight_bytes)
 
 
 class LayerRead(NamedTuple):
