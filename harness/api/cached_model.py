@@ -42,7 +42,7 @@ from harness.model.model_cache import ModelCache
 from harness.model.passes import require_eager
 from harness.replay.session import Setup
 from harness.results.step_stats import StepStats, stats_of
-from harness.settings.task_config import NEW_TOKENS
+from harness.settings.config import NEW_TOKENS
 from harness.speed.memories import opened
 from methods.base import TokenCounts
 
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 TRANSFORMERS_NEW_TOKENS = 20
 """What transformers' `generate` makes where nothing says how many tokens."""
+BUDGET_ROWS = 64
+"""Decode rows of a sequence, evenly spaced, on which a budget is met: on all rows of a text of
+thousands of tokens the search takes seconds."""
 ENDED = "the block of harness.attach has ended, or the generate that made this cache"
 OWN_CACHE = (
     "an attached model makes its own cache; leave it out, or give a call of the model what an "
@@ -497,10 +500,11 @@ class CachedModel:
         if self.budget is None:
             return self.setup
         key = tuple(sorted(lengths))
-        if key not in self._setups:  # a search may take seconds
+        if key not in self._setups:
             rows = []
             for prompt, final in lengths:
-                for cached in range(prompt, max(prompt + 1, final - 1)):
+                stride = max(1, (final - prompt) // BUDGET_ROWS)
+                for cached in range(prompt, max(prompt + 1, final - 1), stride):
                     rows.append(TokenCounts(cached, prompt, final))
             method = with_budget_as_stored(
                 self.setup.method,

@@ -162,16 +162,6 @@ def test_what_an_argument_cannot_be_is_refused(name, given, model):
     assert name in refusal(lambda: act(model, given))
 
 
-@pytest.mark.parametrize("budget", [0, "nearest:x"])
-def test_every_call_reads_a_budget_in_one_way(budget, model):
-    for act in (
-        lambda: model.generate(PROMPT, method="full", budget=budget, max_new_tokens=2),
-        lambda: harness.attach(model, method="full", budget=budget).__enter__(),
-        lambda: harness.lm(model, method="full", budget=budget),
-    ):
-        assert "budget" in refusal(act)
-
-
 @pytest.mark.parametrize("name", ["experiment", "corpus.path"])
 def test_what_a_call_sets_itself_is_not_set_twice(name, model, tmp_path):
     text = tmp_path / "text.txt"

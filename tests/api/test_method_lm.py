@@ -7,7 +7,6 @@ from typing import Any
 
 import lm_eval
 import pytest
-import torch
 import yaml
 from lm_eval.tasks import TaskManager
 
@@ -116,18 +115,6 @@ def test_a_file_of_answers_is_refused(model, folder, tmp_path):
         lm_eval.simple_evaluate(model=lm, tasks=["mine_short"], task_manager=manager, use_cache=str(tmp_path / "kept"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"num_samples": 3}, "num_samples=3: lm-eval decides it, by its own arguments; leave it out"),
-        ({"metadata.max_seq_lengths": [5]}, "lm-eval decides it"),
-    ],
-)
-def test_a_wrong_setting_is_one_line(settings, said, model):
-    with refused(said):
-        harness.lm(model, **settings)
-
-
 # The command line
 
 
@@ -175,20 +162,6 @@ def test_model_args_are_those_of_the_command_line(checkpoint):
     assert (made.config.codec_name, made.config.seed, made.config.platform.name) == ("int8", 3, "cpu")
     with pytest.raises(UserError, match="platform=cuda:1: did you mean"):
         method_lm.KVModel.create_from_arg_string(f"pretrained={checkpoint}", {"device": "cuda:1"})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_device_that_was_asked_for_is_no_other(checkpoint):
-    with pytest.raises(UserError, match="platform=cuda: torch finds no CUDA device here"):
-        method_lm.KVModel.create_from_arg_string(f"pretrained={checkpoint},device=cuda")
-
-
-def test_a_tokenizer_beside_a_model_that_has_one_is_refused(model):
-    for call in (harness.lm, harness.attach):
-        with pytest.raises(UserError, match="tokenizer=gpt2: the model has its own"), call(model, "gpt2"):
-            pass
-    with pytest.raises(UserError, match="tokenizer=gpt2: the model has its own"):
-        harness.load("smollm2-135m", "gpt2")
 
 
 def test_what_lm_eval_refuses_is_one_line(checkpoint, folder, capfd):

@@ -22,11 +22,11 @@ from harness.results.samples import clustered_stderr
 from harness.run.compose import load
 from harness.run.runner import Run
 from harness.scoring.evaluation import Repeat, joined, run_tasks
-from harness.settings.config import DataConfig, RunConfig
-from harness.settings.task_config import SamplingConfig
+from harness.settings.config import AIME_TASKS, DataConfig, RunConfig, SamplingConfig
 from methods.h2o import H2O
 from tests.conftest import refused
 from tests.data.test_tasks import ANSWERED, loaded, refuse, settings, write_rows, write_yaml  # noqa: F401, a fixture
+from tests.runs import without
 from tests.tokens import byte_tokenizer
 
 CHOICE = {
@@ -176,6 +176,33 @@ def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):
     assert docs()["a"][:] == docs()["a"][:] != docs(seed=1)["a"][:]
     assert docs()["q"][:] == ["org/model"] * 2
     assert docs({"size": 3, "tokenizer": "org/other"})["q"][:] == ["org/other"] * 3
+
+
+@pytest.mark.parametrize("task", AIME_TASKS)
+def test_a_year_of_aime_has_the_packages_rows_under_lm_evals_prompt(task, tmp_path, monkeypatch):
+    """A stand-in of the package, which is optional."""
+    problems = [{"id": f"{task}-{n}", "problem": f"What is {n} + 1?", "expected_answer": str(n + 1)} for n in range(30)]
+    asked = ["experiment=tasks", f"tasks=[{task}]"]
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks.importlib.metadata, "version", without("sgl-eval"))
+        with refused(rf"^tasks={task}: needs the Python package sgl-eval, .* installed: {tasks.AIME_INSTALL}$"):
+            inputs.tasks(load(asked))
+    write_rows(tmp_path / tasks.AIME_ROWS.format(task=task), problems)
+    (tmp_path / "sgl_eval-0.1.3.dist-info").mkdir()
+    (tmp_path / "sgl_eval-0.1.3.dist-info/METADATA").write_text("Name: sgl-eval\nVersion: 0.1.3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    made = load_suite(load(asked), None).tasks[task]
+    made.build_all_requests()
+    prompts = [request.args[0] for request in sorted(made.instances, key=lambda request: request.doc_id)]
+    assert prompts == [f"Question: {row['problem']}\nAnswer:" for row in problems]
+    assert made.instances[0].args[1]["max_gen_toks"] == 32768
+    doc = made.eval_docs[0]
+    assert made.process_results(doc, [r"So $x = 5$, and the sum is \boxed{1}."]) == {"exact_match": 1}
+    assert made.process_results(doc, [r"\boxed{1000}"]) == {"exact_match": 0}
+    shorter = load_suite(load([*asked, "metadata.max_gen_toks=9"]), None).tasks[task]
+    shorter.build_all_requests(limit=1)
+    assert shorter.instances[0].args[1]["max_gen_toks"] == 9
 
 
 # Runs

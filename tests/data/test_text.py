@@ -1,6 +1,5 @@
 """Texts, their tokens, and the windows cut from them."""
 
-import re
 import sysconfig
 from pathlib import Path
 
@@ -24,18 +23,6 @@ def test_a_file_is_read_as_it_is(tmp_path):
     path.write_bytes(content.encode())
     assert text.corpus_text(CorpusConfig("offline", path=str(path)), OFFLINE) == content
     assert text.calibration_text(CalibrationConfig(path=str(path))) == content
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "(FileNotFoundError"), (b"good\xff", "(UnicodeDecodeError")],
-)
-def test_an_unreadable_file(tmp_path, content, message):
-    path = tmp_path / "text.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=re.escape(f"corpus.path={path}: ") + ".*" + re.escape(message)):
-        text.read_text(path, "corpus.path")
 
 
 def test_wikitext_from_the_file_equals_the_hub(tmp_path, monkeypatch):

@@ -10,42 +10,46 @@ from harness.errors import UserError
 from harness.model.generation import Draft, GenerationRule, drawn, write
 from harness.results.record import changed_settings, settings_id
 from harness.run.compose import load
-from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
+from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, SamplingConfig
 from tests.living import endless, tiny
 
-SAMPLINGS = [
-    Sampling(1.0), Sampling(0.6), Sampling(2.5), Sampling(1.0, top_p=0.3), Sampling(0.7, top_p=0.9),
-    Sampling(1.3, top_k=7), Sampling(0.8, top_p=0.8, top_k=20), Sampling(1.0, top_k=500),
+SETTINGS = [
+    (1.0,), (0.6,), (2.5,), (1.0, 0.3), (0.7, 0.9), (1.3, None, 7), (0.8, 0.8, 20), (1.0, None, 500),
 ]  # fmt: skip
+"""Temperature, top_p and top_k."""
+Sampling = dict[str, float | bool]
+
+
+def sampling_of(*settings: float | None) -> Sampling:
+    return SamplingConfig(*settings).rule()
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """What transformers' `generate` would draw from."""
-    rules = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
-    rules.append(TopKLogitsWarper(sampling.top_k or 50))
-    if sampling.top_p is not None:
-        rules.append(TopPLogitsWarper(sampling.top_p))
+    rules = LogitsProcessorList([TemperatureLogitsWarper(sampling["temperature"])])
+    rules.append(TopKLogitsWarper(sampling.get("top_k", 50)))
+    if "top_p" in sampling:
+        rules.append(TopPLogitsWarper(sampling["top_p"]))
     return rules(None, logits[None])[0].double().softmax(-1)
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, number: float) -> torch.Tensor:
     """The token at a number, of the first token after a prompt."""
     prompt = [5, 6]
-    rule = GenerationRule(tiny("gqa"), prompt, max_new_tokens=1, **sampling.settings)
+    rule = GenerationRule(tiny("gqa"), prompt, max_new_tokens=1, **sampling)
     scores = rule.scores(torch.tensor(prompt), logits)
     return drawn(scores, number) if rule.is_drawn else scores.argmax()
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_tokens_are_drawn_from_transformers_distribution(sampling):
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_tokens_are_drawn_from_transformers_distribution(settings):
     """Every token of the vocabulary has the width of its probability on the line from 0 to 1."""
+    sampling = sampling_of(*settings)
     for seed in range(5):
         logits = 2 * torch.randn(200, generator=torch.Generator().manual_seed(seed))
         expected = probabilities(logits, sampling)
         ends = expected.cumsum(-1)
-        scores = GenerationRule(tiny("gqa"), [5], max_new_tokens=1, **sampling.settings).scores(
-            torch.tensor([5]), logits
-        )
+        scores = GenerationRule(tiny("gqa"), [5], max_new_tokens=1, **sampling).scores(torch.tensor([5]), logits)
         for token in range(200):
             begin, end = float(ends[token] - expected[token]), float(ends[token])
             if expected[token] > 1e-6:
@@ -58,8 +62,8 @@ def test_tokens_are_drawn_from_transformers_distribution(sampling):
 def test_ties_and_the_most_likely_token():
     logits = torch.tensor([1.0, 3.0, 3.0, 0.0])
     assert int(sample(logits, GREEDY, 0.99)) == int(logits.argmax())
-    assert {int(sample(logits, Sampling(1.0, top_k=1), number / 10)) for number in range(10)} == {1, 2}
-    lowest = Sampling(LOWEST_TEMPERATURE)
+    assert {int(sample(logits, sampling_of(1.0, None, 1), number / 10)) for number in range(10)} == {1, 2}
+    lowest = sampling_of(LOWEST_TEMPERATURE)
     assert {int(sample(logits, lowest, number / 10)) for number in range(10)} == {1, 2}
 
 
@@ -83,7 +87,7 @@ def test_the_loop_feeds_what_goes_on_and_ends_with_the_last_draft():
 
 
 def test_a_draft_draws_by_the_random_numbers_of_its_key_alone():
-    logits, sampling = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)), Sampling(1.0)
+    logits, sampling = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)), sampling_of(1.0)
     numbers = random.Random("0/4/1")
     expected = [int(sample(row, sampling, numbers.random())) for row in logits]
     draft = endless([5], 3, sampling=sampling, key="0/4/1")

@@ -27,9 +27,8 @@ from harness.scoring.perplexity import (
     run_perplexity,
     summarize_texts,
 )
-from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
+from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig, SamplingConfig
 from harness.settings.kinds import Outcome, check
-from harness.settings.task_config import SamplingConfig
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O

@@ -113,7 +113,7 @@ def asked(tmp_path, loaded):
 
 @pytest.mark.parametrize("end", ["\nAnswer:", "\n\nAnswer:"])
 @pytest.mark.parametrize("chat", [False, True])
-def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked, capsys):
+def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked):
     of, loaded = asked
     template = {"apply_chat_template": chat}
     config = of("{{story}}\n\nQuestion: {{question}}" + end, task=template, prefill="question")
@@ -124,15 +124,9 @@ def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked,
     dense = len(loaded.tokenizer(context)["input_ids"])
     samples = run_tasks(config, loaded).samples["toy_asked"]
     assert [(each["prefill_len"], each["context_tokens"]) for each in samples] == [(dense, n) for n in num_tokens]
-    said = f"toy_asked: the dense prompt ends before the question, after {dense} of "
-    assert f"{said}{min(num_tokens)} to {max(num_tokens)} tokens; in question 0 before 'Where is" in (
-        capsys.readouterr().err
-    )
     assert samples[1]["question_text"].startswith("Where is the bag? Answer:")
     assert samples[1]["context_text"].endswith("Tom keeps a bag in the garden. Question:")
 
-    run_tasks(config, loaded)
-    assert said not in capsys.readouterr().err, "once in a sweep"
     turns = replace(config, kind="turns", experiment="turns", prefill="auto")
     outcome = run_turns(turns, loaded)
     assert outcome.metrics["toy_asked"]["num_contexts"] == 1

@@ -13,7 +13,7 @@ from harness.run.compose import load
 from harness.scoring.answers import Request, generate
 from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, run_turns
 from harness.scoring.lm import ReplayLM, decode_rows
-from harness.settings.task_config import SamplingConfig
+from harness.settings.config import SamplingConfig
 from methods.full import Full
 from methods.h2o import H2O
 from tests.cases import CASES

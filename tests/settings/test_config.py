@@ -10,10 +10,9 @@ from harness.errors import UserError
 from harness.results.record import flat
 from harness.run.compose import OF_THE_FILE, compose, load, parse, resolved
 from harness.run.runner import check
-from harness.settings.config import RunConfig
+from harness.settings.config import PAPER_TASKS, RunConfig
 from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
 from harness.settings.schema import CONF_DIR, conf_file, options, shipped
-from harness.settings.task_config import PAPER_TASKS
 from methods.settings import settings_of
 
 NEEDED = {
@@ -271,6 +270,7 @@ BAD_SETTINGS = [
     *(f"{name}=null" for name in ("metadata", "analysis", "calibration")),
     *(f"metadata.max_seq_lengths={value}" for value in (4096, "[]", "[0]", "[1,1]", "[a]")),
     *(f"tasks={value}" for value in ("[]", "[passkey,passkey]", "{a:1}", 3)),
+    *(f"metadata.places={value}" for value in (5, 81)),
     "experiment=generate prompt=null",
     "experiment=latency gen_len=4",
     "prefill_len=2000",
