@@ -1,4 +1,4 @@
-"""lm-eval's own evaluation of a method has the numbers of `experiment=tasks`; its command line; a task's own files."""
+"""lm-eval's own evaluation of a method has the numbers of `experiment=tasks`; its command line."""
 
 import json
 from functools import partial
@@ -13,9 +13,7 @@ from lm_eval.tasks import TaskManager
 import harness
 from harness.api import method_lm
 from harness.errors import UserError
-from harness.results import inputs
 from harness.results.record import read_all
-from harness.run.compose import load
 from tests.conftest import refused
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
@@ -141,9 +139,7 @@ REFUSED = {
     "pretrained=smollm2": "model=smollm2: did you mean 'smollm2-135m'",
     "pretrained=MODEL,trust_remote_code=no": "model.trust_remote_code=no: must be true or false",
     "pretrained=MODEL,apply_chat_template=no": "apply_chat_template='no': lm-eval decides it",
-    "pretrained=MODEL,dtype=float8": "model.dtype=float8: ",
     "pretrained=MODEL,tokenizer=gpt2": "tokenizer=gpt2: the model has its own; leave it out",
-    "pretrained=MODEL,platform=gpu": "platform=gpu: ",
     "pretrained=MODEL,load_in_8bit=true": "unknown setting load_in_8bit: ",
 }
 
@@ -167,19 +163,3 @@ def test_model_args_are_those_of_the_command_line(checkpoint):
 def test_what_lm_eval_refuses_is_one_line(checkpoint, folder, capfd):
     assert evaluate(folder, f"pretrained={checkpoint},method=full,prefill=dense", "--tasks", "nothing") == 2
     assert "error: lm-eval refuses it (ValueError: Tasks not found: nothing" in capfd.readouterr().err
-
-
-# A task's own files
-
-
-def test_a_task_that_names_its_files_needs_no_data_setting_and_they_count(folder, tmp_path):
-    config = load(["experiment=tasks", "tasks=[mine_short]", f"include_path={folder}"])
-    before = inputs.tasks(config)["mine_short"]
-    file = folder / "rows.jsonl"
-    text = file.read_text()
-    try:
-        file.write_text(text.replace("red", "green"))
-        assert inputs.tasks(config)["mine_short"] != before
-    finally:
-        file.write_text(text)
-    assert inputs.tasks(config)["mine_short"] == before

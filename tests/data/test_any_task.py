@@ -200,6 +200,9 @@ def test_a_year_of_aime_has_the_packages_rows_under_lm_evals_prompt(task, tmp_pa
     doc = made.eval_docs[0]
     assert made.process_results(doc, [r"So $x = 5$, and the sum is \boxed{1}."]) == {"exact_match": 1}
     assert made.process_results(doc, [r"\boxed{1000}"]) == {"exact_match": 0}
+    before = inputs.tasks(load(asked))
+    write_rows(tmp_path / tasks.AIME_ROWS.format(task=task), problems[1:])
+    assert inputs.tasks(load(asked)) != before, "files that a task's YAML names count"
     shorter = load_suite(load([*asked, "metadata.max_gen_toks=9"]), None).tasks[task]
     shorter.build_all_requests(limit=1)
     assert shorter.instances[0].args[1]["max_gen_toks"] == 9

@@ -1,7 +1,6 @@
 """The house around the code: make, the environment it builds, the lock, and what import-linter cannot check."""
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -27,11 +26,9 @@ def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 FAKE_PYTHON = """#!/bin/bash
-# An interpreter whose environments hold itself; pip and the import check succeed unless a file says no.
+# An interpreter whose environments hold itself; pip and the import check succeed.
 case "$1 $2" in
-  "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; echo made >> log ;;
-  "-m pip") echo pip >> log; [ ! -e pip-fails ] ;;
-  "-c import hydra"*) [ ! -e import-fails ] ;;
+  "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
   "run.py "*) [ ! -e code ] || exit "$(cat code)" ;;
   "-m harness.report") echo reported >> log ;;
 esac
@@ -49,27 +46,9 @@ def checkout(tmp_path) -> Path:
     return tmp_path
 
 
-def setup(checkout: Path) -> int:
-    """Run `make setup`, which must succeed; returns how many environments were made so far."""
+def setup(checkout: Path) -> None:
     done = make(checkout, "setup", f"PYTHON={checkout}/python")
     assert done.returncode == 0, done.stderr
-    return (checkout / "log").read_text().split().count("made")
-
-
-def test_setup_installs_once_and_again_after_a_change_or_a_failure(checkout):
-    assert [setup(checkout), setup(checkout)] == [1, 1]
-    environment, made = checkout / ".venv", 1
-    assert (environment / ".gitignore").read_text() == "*\n"
-    newer = (environment / "installed").stat().st_mtime + 10
-    os.utime(checkout / "requirements-model.lock", (newer, newer))
-    for failure in ("pip-fails", "import-fails"):
-        (checkout / failure).touch()
-        assert make(checkout, "setup", f"PYTHON={checkout}/python").returncode != 0
-        assert not (environment / "installed").exists(), "half an installation is none"
-        (checkout / failure).unlink()
-        made += 2
-        assert setup(checkout) == made
-        (environment / "installed").write_text("/elsewhere\n")  # the folder was copied
 
 
 CHOSEN = {

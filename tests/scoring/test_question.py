@@ -8,7 +8,6 @@ from typing import Any
 import jinja2
 import pytest
 
-from harness.errors import UserError
 from harness.scoring.evaluation import KNOWN, UNKNOWN, run_tasks, run_turns
 from harness.scoring.planning import QuestionFinder
 from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
@@ -132,13 +131,3 @@ def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked)
     assert outcome.metrics["toy_asked"]["num_contexts"] == 1
     both = [(each[UNKNOWN]["prefill_len"], each[KNOWN]["prefill_len"]) for each in outcome.samples["toy_asked"]]
     assert both == [(dense, n) for n in num_tokens]
-
-
-def test_a_run_that_cannot_find_the_question_is_refused(asked):
-    of, loaded = asked
-    with pytest.raises(UserError, match="question 0: prefill=question finds no end of the context .* 2 times.*; set"):
-        run_tasks(of(TWICE, prefill="question"), loaded)
-    with pytest.raises(UserError, match="prefill=both finds no end of the context .* 2 times.*; set question_marker="):
-        run_turns(of(TWICE, kind="turns", experiment="turns"), loaded)
-    with pytest.raises(UserError, match="nothing but the question is in the prompt"):
-        run_tasks(of("Q: {{question}}\n\nA:", prefill="question", task={"apply_chat_template": True}), loaded)
