@@ -23,6 +23,9 @@ def test_a_file_is_read_as_it_is(tmp_path):
     path.write_bytes(content.encode())
     assert text.corpus_text(CorpusConfig("offline", path=str(path)), OFFLINE) == content
     assert text.calibration_text(CalibrationConfig(path=str(path))) == content
+    path.write_bytes(b"good\xff")
+    with pytest.raises(UserError, match="^corpus.path=.*: cannot be read as UTF-8 text .UnicodeDecodeError"):
+        text.corpus_text(CorpusConfig("offline", path=str(path)), OFFLINE)
 
 
 def test_wikitext_from_the_file_equals_the_hub(tmp_path, monkeypatch):
