@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 TRANSFORMERS_NEW_TOKENS = 20
 """What transformers' `generate` makes where nothing says how many tokens."""
 BUDGET_ROWS = 64
-"""Decode rows of a sequence, evenly spaced, on which a budget is met: on all rows of a text of
-thousands of tokens the search takes seconds."""
+"""Decode rows of a sequence, evenly spaced, on which a budget is met, at least: on all rows of a
+text of thousands of tokens the search takes seconds."""
 ENDED = "the block of harness.attach has ended, or the generate that made this cache"
 OWN_CACHE = (
     "an attached model makes its own cache; leave it out, or give a call of the model what an "
