@@ -297,13 +297,6 @@ def test_a_class_of_lm_eval_runs_as_with_hflm(folder, loaded):
     assert [sample["text"] for sample in outcome.samples["mine"]] == texts and len(texts) == 2
 
 
-def test_a_class_with_images_is_refused(folder, root):
-    (folder / "seen.py").write_text("class Seen:\n    MULTIMODAL = True\n")
-    (folder / "seen.yaml").write_text("task: toy_seen\nclass: !function seen.Seen\n")
-    with pytest.raises(UserError, match="^tasks=toy_seen: needs images or sound"):
-        plan(settings("toy_seen", folder=folder, root=root))
-
-
 def test_how_many_questions_were_truncated(folder, root, loaded):
     refusing = settings("toy_sums", folder=folder, root=root)
     cutting = settings("toy_sums", folder=folder, root=root, task={"too_long": "truncate"})
@@ -401,6 +394,7 @@ def test_settings_of_sampling_where_nothing_is_generated(setting, value, loaded)
 CANNOT_RUN = {
     "executes the code that a model writes": {"unsafe_code": True},
     "needs images or sound": {"doc_to_image": "picture"},
+    "needs images or sound; models here read text$": "class Seen:\n    MULTIMODAL = True",
     "its YAML cannot be read .ModuleNotFoundError: No module named": "import nowhere_to_be_found",
     "its YAML cannot be read": "raise ValueError('of two\\nlines')",
 }
@@ -415,7 +409,7 @@ def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
     if isinstance(bad, str):
         (folder / "beside.py").write_text(f"{bad}\n")
         with (folder / "toy_bad.yaml").open("a") as file:
-            file.write("process_docs: !function beside.rows\n")
+            file.write("class: !function beside.Seen\n" if "class" in bad else "process_docs: !function beside.rows\n")
     for name, place in (("toy_bad", ""), ("mixed", "its task toy_bad: ")):
         with refused(f"^tasks={name}: {place}{reason}"):
             inputs.tasks(settings(name, folder=folder, root=root))

@@ -53,11 +53,10 @@ def test_a_sweep_over_methods_takes_a_setting_that_all_of_them_have(runs, capsys
         ("quest", 8, 0.2), ("quest", 8, 0.3), ("freekv", 8, 0.2), ("freekv", 8, 0.3),
     ]  # fmt: skip
     capsys.readouterr()
-    for pages in ("8", "8,16"):
-        assert main(["-m", "method=quest,h2o", f"method.page_size={pages}"]) == 2
-        said = capsys.readouterr().err.splitlines()
-        assert all(line.startswith("error: method=h2o") and "unknown setting method.page_size" in line for line in said)
-    assert [config.method.page_size for config in runs.configs[4:]] == [8, 16], "the other jobs run, once"
+    assert main(["-m", "method=quest,h2o", "method.page_size=16"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: method=h2o") and "unknown setting method.page_size" in said
+    assert [config.method.page_size for config in runs.configs[4:]] == [16], "the other job runs"
 
 
 def test_help_lists_methods_and_systems(runs, capsys):

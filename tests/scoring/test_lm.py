@@ -576,7 +576,7 @@ NARROW = {"temperature": 0.7, "top_p": 0.8, "min_p": 0.1}
         ({"do_sample": True}, {}, {"temperature": 1}),
         (NARROW | {"do_sample": True}, {}, NARROW),
         (
-            {"do_sample": True, "top_p": 0.8},
+            {"do_sample": True, "top_p": 0.8, "top_k": 9},
             {"temperature": 0.3, "top_k": 5},
             {"temperature": 0.3, "top_p": 0.8, "top_k": 5},
         ),
