@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 
 TRANSFORMERS_NEW_TOKENS = 20
 """What transformers' `generate` makes where nothing says how many tokens."""
-BUDGET_ROWS = 64
-"""Decode rows of a sequence, evenly spaced, on which a budget is met, at least: on all rows of a
-text of thousands of tokens the search takes seconds."""
 ENDED = "the block of harness.attach has ended, or the generate that made this cache"
 OWN_CACHE = (
     "an attached model makes its own cache; leave it out, or give a call of the model what an "
@@ -500,11 +497,10 @@ class CachedModel:
         if self.budget is None:
             return self.setup
         key = tuple(sorted(lengths))
-        if key not in self._setups:
+        if key not in self._setups:  # a search may take seconds
             rows = []
             for prompt, final in lengths:
-                stride = max(1, (final - prompt) // BUDGET_ROWS)
-                for cached in range(prompt, max(prompt + 1, final - 1), stride):
+                for cached in range(prompt, max(prompt + 1, final - 1)):
                     rows.append(TokenCounts(cached, prompt, final))
             method = with_budget_as_stored(
                 self.setup.method,

@@ -29,16 +29,6 @@ def model(network, tmp_path):
     return harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / "results"), **SHORT)
 
 
-def test_generate_gives_the_models_own_text_and_its_bytes(model, network):
-    made = model.generate(PROMPT, method="full", max_new_tokens=8)
-    ids = torch.tensor([model.loaded.tokenizer(PROMPT)["input_ids"]])
-    expected = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
-    assert made.text == model.loaded.tokenizer.decode(expected[0, ids.shape[1] :])
-    assert (made.budget, made.source, made.num_tokens) == (1.0, "emulated", 8) and made.h2d_bytes > 0
-    assert str(made).startswith(PROMPT + made.text) and "tokens/s" in str(made)
-    assert model.generate(PROMPT, method="infinigen", budget=0.6, max_new_tokens=8).budget < 0.7
-
-
 def test_methods_of_one_call_share_their_dense_prompts(model, network, tmp_path, monkeypatch):
     """Also of a model in memory: each window's prompt runs once, and every number is that of methods that run alone."""
     kept, asked = calls_of(monkeypatch, prompts, "held_prompt"), calls_of(monkeypatch, DensePrompts, "get")
