@@ -197,8 +197,8 @@ def test_a_year_of_aime_has_the_packages_rows_under_lm_evals_prompt(task, tmp_pa
     prompts = [request.args[0] for request in sorted(made.instances, key=lambda request: request.doc_id)]
     assert prompts == [f"Question: {row['problem']}\nAnswer:" for row in problems]
     assert made.instances[0].args[1]["max_gen_toks"] == 32768
-    doc = made.eval_docs[0]
-    assert made.process_results(doc, [r"So $x = 5$, and the sum is \boxed{1}."]) == {"exact_match": 1}
+    doc = made.eval_docs[4]
+    assert made.process_results(doc, [r"So $x = 1$, and the sum is \boxed{5}."]) == {"exact_match": 1}
     assert made.process_results(doc, [r"\boxed{1000}"]) == {"exact_match": 0}
     before = inputs.tasks(load(asked))
     write_rows(tmp_path / tasks.AIME_ROWS.format(task=task), problems[1:])
