@@ -30,7 +30,7 @@ FAKE_PYTHON = """#!/bin/bash
 case "$1 $2" in
   "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
   "run.py "*) [ ! -e code ] || exit "$(cat code)" ;;
-  "-m harness.report") echo reported >> log ;;
+  "-m harness.report") touch reported ;;
 esac
 """
 
@@ -79,7 +79,7 @@ def test_paper_reports_what_there_is_and_says_whether_it_is_all(checkout, code, 
     (checkout / "code").write_text(str(code))
     done = make(checkout, "paper")
     assert (done.returncode == 0) == (code == 0) and (code == 0 or f"Error {code}" in done.stderr)
-    assert ("reported" in (checkout / "log").read_text()) == reported
+    assert (checkout / "reported").exists() == reported
 
 
 # dependencies
