@@ -56,10 +56,10 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
     return f"{question(name, names)}allowed: {', '.join(names[:MAX_LISTED])}{more}"
 
 
-def question(name: object, allowed: Iterable[str], cutoff: float = 0.5) -> str:
+def question(name: object, allowed: Iterable[str]) -> str:
     """Ask for up to three known names that are close to the user's `name`; empty if none is."""
     known = {word.lower(): word for word in allowed}
-    matches = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=cutoff)
+    matches = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.5)
     if not matches:
         return ""
     return f"did you mean {' or '.join(repr(known[match]) for match in matches)}? "

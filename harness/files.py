@@ -67,10 +67,6 @@ def replacing(path: Path) -> Iterator[Path]:
         with scratch.open("rb+") as stream:
             os.fsync(stream.fileno())
         os.replace(scratch, path)
-    except OSError as error:
-        if error.filename is None:  # as where the disk is full
-            error.filename = str(path)
-        raise
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink()  # there only if something failed

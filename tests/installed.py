@@ -8,7 +8,6 @@ a path file adds that folder, and path files inside of such a folder are not rea
 
 from __future__ import annotations
 
-import csv
 import os
 import platform
 import re
@@ -38,13 +37,9 @@ harness.load = functools.partial(harness.load, num_windows=1)
 """Before README's lines, so that they take seconds."""
 README_COMMAND = ("kv-harness", "-m", "method=full,h2o,int4,infinigen", "num_windows=8")
 """The command whose table README shows first, as an installation calls it."""
-METRICS = {"kl_nats": "offline KL (nats)", "perplexity": "offline perplexity"}
-"""The columns of that table that are compared, by metric."""
-BETWEEN_PROCESSORS = 0.01
-"""Share by which a number may differ."""
-CODED = {"INT4": 3}
-"""Rows that are one draw of rounding noise, and the standard errors by which their numbers may differ: a decode step
-reads the coded rows of the steps before it, so that a code which falls to the other side changes all later ones."""
+TOLERANCE = {"INT4": 0.35}
+"""Share by which a number of a row may differ from processor to processor, else a hundredth. Under a codec a code that
+falls to the other side changes all later ones."""
 FROM_THE_WHEEL = """
 import sys
 import harness, methods, plots
@@ -53,7 +48,7 @@ for package in (harness, methods, plots):
 """
 
 
-def check_first_table(printed: str, table: Path) -> None:
+def check_first_table(printed: str) -> None:
     """README's first table repeats, on whatever processor this is, with the Python whose text it is of."""
     print(printed)
     readme = (ROOT / "README.md").read_text()
@@ -61,22 +56,19 @@ def check_first_table(printed: str, table: Path) -> None:
         print(f"README's table is of the text inside another Python than {platform.python_version()}: not compared")
         return
     assert f"python run.py {' '.join(README_COMMAND[1:])}\n" in readme
-    lines = readme[readme.index("| label ") :].split("\n\n")[0].splitlines()
-    cells_of = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if "|" in line]
-    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert header == cells_of[0], "heading for heading"
-    assert [cells[0] for cells in rows] == [cells[0] for cells in cells_of[2:]]
-    with table.open() as file:
-        found = {(row["label"], row["metric"]): row for row in csv.DictReader(file) if not row["shipped"]}
-    for cells in rows:
-        row = dict(zip(header, cells, strict=True))
-        for metric, heading in METRICS.items():
-            measured = found[row["label"], metric]
-            value, shown = float(measured["value"]), float(row[heading].split()[0])
-            tolerance = max(BETWEEN_PROCESSORS * shown, 0.0005 if shown else 0.0001)  # of the printed digits
-            if errors := CODED.get(row["label"]):
-                tolerance = errors * float(measured["difference_stderr"] or measured["stderr"])
-            assert abs(value - shown) <= tolerance, f"{row['label']}, {heading}: {value}, README has {shown}"
+    shown = readme[readme.index("| label ") :].split("\n\n")[0].splitlines()
+    made = [line for line in printed.splitlines() if line.startswith("|")]
+    for line, other in zip(shown, made, strict=True):
+        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        others = [cell.strip() for cell in other.strip("|").split("|")]
+        assert others[0] == label
+        for cell, found in zip(cells, others[1:], strict=True):
+            number = re.match(r"[\d.]+", cell)
+            if number is None:
+                assert found == cell or set(cell) <= set("-:"), "heading for heading"
+                continue
+            difference = abs(float(re.match(r"[\d.]+", found)[0]) - float(number[0]))
+            assert difference <= TOLERANCE.get(label, 0.01) * float(number[0]) + 0.0005, (label, cell, found)
 
 
 def build(hook: str, source: Path, to: Path) -> Path:
@@ -149,7 +141,7 @@ def main() -> None:
         run("python", "-c", FROM_THE_WHEEL)
         for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL):
             print(run("python", "-c", SHORT + block))
-        check_first_table(run(*README_COMMAND), work / "outputs" / "tables" / "perplexity.csv")
+        check_first_table(run(*README_COMMAND))
         assert "infinigen2" in run("kv-harness", "--help")
         words = ["--parts", "steps", "--shapes", "1x24", "--labels", "ideal", "--out", "gpu"]
         assert "1 x 24      ideal" in run("python", "-m", "benchmarks.gpu", "--platform", "cpu", *words)

@@ -22,7 +22,7 @@ from harness.model.generation import ENDLESS, Draft, GenerationRule
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
 from harness.settings.codecs import codec_named
-from harness.settings.task_config import GREEDY
+from harness.settings.config import GREEDY
 from methods.codecs.split import AnyCodec, every_codec
 from tests.cases import Case
 from tests.conftest import tiny
@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 def endless(prompt: Sequence[int], count: int, family: str = "gqa", sampling=GREEDY, key: str = "") -> Draft:
     """A text of `count` tokens that no token ends."""
-    rule = GenerationRule(tiny(family), prompt, max_new_tokens=count, **sampling.settings, **ENDLESS)
+    rule = GenerationRule(tiny(family), prompt, max_new_tokens=count, **sampling, **ENDLESS)
     return Draft(prompt, rule, key)
 
 

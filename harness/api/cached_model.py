@@ -42,7 +42,7 @@ from harness.model.model_cache import ModelCache
 from harness.model.passes import require_eager
 from harness.replay.session import Setup
 from harness.results.step_stats import StepStats, stats_of
-from harness.settings.task_config import NEW_TOKENS
+from harness.settings.config import NEW_TOKENS
 from harness.speed.memories import opened
 from methods.base import TokenCounts
 

@@ -272,7 +272,6 @@ class Model:
     def _records(self, runs: Sequence[Run]) -> list[dict[str, Any]]:
         """The records of runs. One that is refused, as for a prompt that is too short for its
         method, costs the others nothing."""
-
         records = []
         refusals: list[UserError] = []
         for number, todo in enumerate(runs, 1):

@@ -105,9 +105,6 @@ class MethodLM(ReplayLM):
                 found = getattr(of_task, request_type)([requests[number] for number in numbers])
             for number, answer in zip(numbers, found, strict=True):
                 answers[number] = answer
-            ends = of_task.where_prompts_end()
-            if ends is not None:
-                say(ends)
             self.by_task[task] = self.by_task.get(task, ReadStats()) + of_task.reads
             budget = f"{of_task.reads.budget:.1%} of the cache"
             say(f"{task}: {self.config.label} read {budget}")

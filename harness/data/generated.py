@@ -46,8 +46,7 @@ from typing import Any, NamedTuple
 
 from harness.data.text import offline_text
 from harness.errors import UserError
-from harness.settings.config import RunConfig
-from harness.settings.task_config import REASONING_TASKS
+from harness.settings.config import REASONING_TASKS, RunConfig
 
 MARKER = "\nQuestion:"  # where the question of a prompt starts; contexts do not contain it
 QUESTIONS_PER_CONTEXT = 8

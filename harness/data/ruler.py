@@ -33,15 +33,14 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from harness.errors import UserError, release
 from harness.files import text_sha256
-from harness.settings.config import RunConfig
-from harness.settings.task_config import RULER_TASKS
+from harness.settings.config import RULER_TASKS, RunConfig
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
@@ -120,7 +119,7 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
         made = []
         taken = length
         if length <= limit:
-            made = rows_of(task, length, count // len(lengths), config.seed, loaded.tokenizer)
+            made = make(task, length, count // len(lengths), config.seed, loaded.tokenizer)
             # lm-eval's needles count without the beginning of the answer, and ruler_fwe without
             # what is generated, so that rows can be longer than they are said to be.
             texts = [f"{row['input']} {row['gen_prefix']}" for row in made]
@@ -198,15 +197,10 @@ def digest(task: str) -> str:
 
 
 @cache
-def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:
-    """As `make`, made once in a process."""
-    return make(task, length, count, seed, tokenizer)
-
-
 def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[TaskRow]:
-    """The first `count` rows of `length` tokens. Prints nothing, and leaves the global generators
-    as they were. Raises UserError where the length is too short for the task with this tokenizer.
-    """
+    """The first `count` rows of `length` tokens, made once in a process. Prints nothing, and leaves
+    the global generators as they were. Raises UserError where the length is too short for the task
+    with this tokenizer."""
     too_short = f"metadata.max_seq_lengths: {length} is too short for {task} with this tokenizer"
     if task in NAMES:
         with _quiet(), _restored():
@@ -427,8 +421,9 @@ def _loading(argv: list[str], tokenizer: Any) -> Iterator[None]:
     of_nltk = str(_located("llama_index.core") / "_static/nltk_cache")
     if of_nltk not in nltk.data.path:
         nltk.data.path.append(of_nltk)
-    stand_in = ModuleType("tokenizer")
-    stand_in.select_tokenizer = lambda *_: _Counter(tokenizer)  # type: ignore[attr-defined]
+    stand_in: Any = ModuleType("tokenizer")
+    counter = SimpleNamespace(text_to_tokens=tokenizer.tokenize)  # without a start token
+    stand_in.select_tokenizer = lambda *_: counter
     names = ("tokenizer", "long_context_eval.data.tokenizer")
     before = sys.argv, sys.path, {name: sys.modules.get(name) for name in names}
     sys.argv, sys.path = argv, list(sys.path)
@@ -442,16 +437,6 @@ def _loading(argv: list[str], tokenizer: Any) -> Iterator[None]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
-
-
-class _Counter:
-    """A tokenizer as RULER's scripts ask it: tokens of a text, without a start token."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def text_to_tokens(self, text: str) -> list[str]:
-        return self._tokenizer.tokenize(text)
 
 
 def _least_of_texts(task: str, script: ModuleType, count: int) -> int:

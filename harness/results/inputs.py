@@ -14,12 +14,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.data import aime, rows, ruler
+from harness.data import rows, ruler
 from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
 from harness.errors import UserError, reason
 from harness.files import content_sha256, files_sha256, text_sha256
 from harness.model import source
 from harness.settings.config import (
+    MADE_TASKS,
+    REASONING_TASKS,
+    RULER_TASKS,
     CalibrationConfig,
     CorpusConfig,
     DataConfig,
@@ -28,7 +31,6 @@ from harness.settings.config import (
 )
 from harness.settings.kinds import find
 from harness.settings.paths import PACKAGES_DIR
-from harness.settings.task_config import AIME_TASKS, OFFLINE_TASKS, REASONING_TASKS, RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.data.tasks import Leaf
@@ -101,7 +103,7 @@ def tasks(config: RunConfig) -> dict[str, str]:
     Data are local or a revision of the hub. Data that a task's own Python fetches is not read: its
     code counts. All files of a user's own folder count.
     """
-    found = {name: _generated(name) for name in config.tasks if name in OFFLINE_TASKS}
+    found = {name: _generated(name) for name in config.tasks if name in MADE_TASKS}
     folder = config.task.include_path
     if len(found) == len(config.tasks) and folder is None:
         return found  # spares loading lm-eval
@@ -122,8 +124,6 @@ def tasks(config: RunConfig) -> dict[str, str]:
 
 
 def _generated(task: str) -> str:
-    if task in AIME_TASKS:
-        return aime.digest(task)
     if task in RULER_TASKS:
         return ruler.digest(task)
     # A reasoning task reads nothing: code makes it, which is part of every run's identity.

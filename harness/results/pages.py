@@ -38,8 +38,8 @@ from harness.results.sheet import (
     with_intervals,
     wrapped,
 )
+from harness.settings.config import SamplingConfig, TaskConfig
 from harness.settings.kinds import KINDS
-from harness.settings.task_config import SamplingConfig, TaskConfig
 
 KEY = ["task", "metric"]
 """Of a column of accuracy."""

@@ -29,14 +29,15 @@ from harness.settings import kinds, schema, systems
 from harness.settings.codecs import CODEC_WORDS, codec_names, codec_words
 from harness.settings.config import (
     CPU_DTYPE,
+    GENERATED_TASKS,
     GROUPS,
+    PAPER_TASKS,
     RUNNING,
     ModelConfig,
     RunConfig,
     prompt_of_window,
 )
 from harness.settings.schema import AT_TOP, FULL, build, formats, is_own, options
-from harness.settings.task_config import GENERATED_TASKS, PAPER_TASKS
 
 if TYPE_CHECKING:
     from methods.base import Method

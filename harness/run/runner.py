@@ -27,10 +27,9 @@ from harness.results import environment, inputs
 from harness.results import record as records
 from harness.results.metrics import BUDGET, DEVICE_FRAC, TOKENS_EVICTED
 from harness.scoring.progress import say
-from harness.settings.config import RunConfig
+from harness.settings.config import OFFLINE_TASKS, TASKS, RunConfig
 from harness.settings.kinds import Outcome, find
 from harness.settings.schema import is_unmet
-from harness.settings.task_config import OFFLINE_TASKS, TASKS
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from hydra.errors import HydraException
 from pydantic_core import to_jsonable_python
 
 from harness.errors import UserError, one_line
+from harness.settings.config import TASKS
 from harness.settings.paths import CONF_DIR
 from harness.settings.schema import options
-from harness.settings.task_config import TASKS
 
 FREE_TEXT = (
     "prompt", "system_instruction", "question_marker", "think_end_token", "label", "results_dir",

@@ -34,7 +34,7 @@ from harness.model.generation import Draft, GenerationRule, write
 from harness.model.prompts import kept_bytes, prompt_bytes
 from harness.replay.session import ReplaySession
 from harness.replay.setup import Setup
-from harness.settings.task_config import GREEDY, Sampling
+from harness.settings.config import GREEDY
 
 CACHE_TOKENS = 32_768
 """Sequences times columns decoded at once, at most, so that a machine with more memory gets the
@@ -63,9 +63,9 @@ class Request(NamedTuple):
     densely, at least 1. final_length: T. Where text is generated, T is the context and
     `max_new_tokens`, as in live decoding; else the context and the longest choice of the question.
     document: requests of one document are the choices of one question. max_new_tokens: 0 where a
-    continuation is scored. stops: texts that end the answer once it holds one. sampling: how the
-    answer's tokens are chosen, by random numbers made from `seed`, the question's number and
-    `repeat`. settings: further arguments of transformers' `generate`, as JSON.
+    continuation is scored. stops: texts that end the answer once it holds one. settings:
+    arguments of transformers' `generate`, as JSON. Tokens are drawn by random numbers made from
+    `seed`, the question's number and `repeat`.
     """
 
     ids: tuple[int, ...]
@@ -75,15 +75,9 @@ class Request(NamedTuple):
     document: Document
     max_new_tokens: int = 0
     stops: tuple[str, ...] = ()
-    sampling: Sampling = GREEDY
-    settings: str = "{}"
+    settings: str = json.dumps(GREEDY)
     seed: int = 0
     repeat: int = 0
-
-    @property
-    def key(self) -> str:
-        """What the answer's random numbers are made from."""
-        return f"{self.seed}/{self.document[1]}/{self.repeat}"
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -439,9 +433,9 @@ class _Answer(Draft):
             criteria=stops,
             max_new_tokens=request.max_new_tokens,
             **json.loads(request.settings),
-            **request.sampling.settings,
         )
-        super().__init__(request.ids, rule, request.key)
+        key = f"{request.seed}/{request.document[1]}/{request.repeat}"
+        super().__init__(request.ids, rule, key)
         self.requests = branch.requests
 
 

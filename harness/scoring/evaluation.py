@@ -35,9 +35,8 @@ from harness.scoring.answers import Document, Request, Written
 from harness.scoring.lm import ReplayLM
 from harness.scoring.planning import Prefill, QuestionFinder
 from harness.scoring.progress import say
-from harness.settings.config import RunConfig
+from harness.settings.config import GENERATED_TASKS, REASONING_TASKS, RunConfig
 from harness.settings.kinds import Outcome
-from harness.settings.task_config import GENERATED_TASKS, REASONING_TASKS
 
 UNKNOWN, KNOWN, LESS = "unknown", "known", "unknown_less_known"
 """Whether the method knew the question when it reduced the cache, and the difference; see
@@ -248,9 +247,6 @@ def run_task(task: Task, lm: ReplayLM) -> tuple[Metrics, Metrics, Samples]:
             )
             logged = results["samples"][name]
             repeats.append(measured(results["results"][name], logged))
-    ends = lm.where_prompts_end()
-    if ends is not None:
-        say(ends)
     found, by_question = joined(repeats)
     for_group = {key: value for key, value in found.items() if value is not None}
     of_lengths, lengths = lengths_of(lm.written, repeats[0].contexts)

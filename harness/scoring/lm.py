@@ -23,17 +23,13 @@ from harness.model.generation import Settings
 from harness.model.load import LoadedModel
 from harness.replay.setup import prepare
 from harness.scoring.answers import Document, Request, Score, Written, generate, score
-from harness.scoring.model_texts import ModelTexts
-from harness.scoring.planning import Encoded, Planner, Prefill
+from harness.scoring.planning import Encoded, ModelTexts, Planner, Prefill
 from harness.scoring.progress import bar, say
-from harness.settings.config import RunConfig
-from harness.settings.task_config import GREEDY, Sampling
+from harness.settings.config import OF_DRAWING, RunConfig
 from methods.base import TokenCounts
 
 MAX_GEN_TOKS = 256
 """lm-eval's default length of an answer, in tokens."""
-OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k")
-"""Generation settings that are this project's too."""
 LENGTHS = ("max_length", "max_new_tokens")
 """Those of lengths, of which lm-eval has its own."""
 ANSWER_ROWS = 16
@@ -49,7 +45,8 @@ class ReplayLM(ModelTexts):
     After a run `requests` holds the token requests in the order in which lm-eval asked, one type
     after another; a text that was scored whole has one for each of its windows. `reads` are those
     of all answers, and `method` is that of the last ones, its budget met. `written` holds the
-    generated answers of each question, one list for each repeat.
+    generated answers of each question, one list for each repeat. `truncated` holds the
+    questions whose context was cut.
 
     With several repeats `evaluate` asks once for each: the first time all answers are generated,
     and `repeat` says which are returned.
@@ -71,6 +68,7 @@ class ReplayLM(ModelTexts):
         self._planned: list[Request] = []
         self._documents: list[Document] = []
         self._planner = Planner(self, prefill, truncate=config.task.too_long == "truncate")
+        self.truncated = self._planner.truncated
 
     # Answers
 
@@ -93,6 +91,8 @@ class ReplayLM(ModelTexts):
             )
         if requests:
             say(f"{self.task}: answering {len(requests)} requests", self._bar_file)
+        if self._planner.first_cut:
+            say(self._planner.first_cut, self._bar_file)
         answered = bar(total=len(requests), desc=self.task, unit="answer", file=self._bar_file)
         with attach(self.loaded.model, self.loaded.prompts) as attached, answered:
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
@@ -136,25 +136,10 @@ class ReplayLM(ModelTexts):
         return answers
 
     @property
-    def truncated(self) -> set[Document]:
-        """The questions whose context was cut."""
-        return self._planner.truncated
-
-    @property
     def num_dense(self) -> int:
         """Requests without a decode row, on which no method acts: of a context of one token and a
         continuation of one, or of one token that is generated."""
         return sum(request.num_rows == 0 for request in self.requests)
-
-    def where_prompts_end(self) -> str | None:
-        """A line that says where the dense prompts end; None where they hold the question."""
-        if not self._planner.first_cut:
-            return None
-        cut = [request for request in self.requests if request.context_len > 1]
-        dense = _span([request.prefill_len for request in cut])
-        whole = _span([request.context_len for request in cut])
-        ends = f"{self.task}: the dense prompt ends before the question, after {dense} of {whole}"
-        return f"{ends} tokens; {self._planner.first_cut}"
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Answers, cut at the first stop string. A question that is asked n times has n answers of
@@ -186,9 +171,8 @@ class ReplayLM(ModelTexts):
                 # Answers that lm-eval asks for several times are repeats too, by numbers that no
                 # other has.
                 number = repeat + times[request.document] * self.config.sampling.repeats
-                asked.append(
-                    request if request.sampling == GREEDY else request._replace(repeat=number)
-                )
+                is_drawn = json.loads(request.settings)["do_sample"]
+                asked.append(request._replace(repeat=number if is_drawn else 0))
                 times[request.document] += 1
         self.requests += asked[: len(planned)]
         answers = iter(self.generate(asked))
@@ -199,35 +183,21 @@ class ReplayLM(ModelTexts):
                 of_repeat[request.document].append(next(answers))
             self.written.append(of_repeat)
 
-    def _sampling_of(self, given: Mapping[str, Any]) -> Sampling:
-        """The project's settings where they are given, else those of the task's
-        `generation_kwargs`."""
-        of_task = GREEDY
-        if given["do_sample"]:
-            temperature = float(given.get("temperature", 1.0))
-            top_p, top_k = given.get("top_p"), given.get("top_k")
-            of_task = Sampling(
-                temperature,
-                None if top_p is None else float(top_p),
-                None if top_k is None else int(top_k),
-            )
-        return self.config.sampling.rule(of_task)
-
-    def _further(self, request: Instance, given: Mapping[str, Any], sampling: Sampling) -> str:
-        """The other `generation_kwargs` of a task, as JSON: settings of transformers' `generate`,
-        which hold before the model's own, as in `HFLM`. Raises UserError for one that is not
-        offered."""
-        further = {}
+    def _settings_of(self, request: Instance, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of transformers' `generate`: a task's `generation_kwargs`, of which the
+        project's settings come first. They hold before the model's own, as in `HFLM`. Raises
+        UserError for one that is not offered."""
+        settings = self.config.sampling.rule(given)
         for name, value in given.items():
-            if name in OF_SAMPLING or (name == "min_p" and sampling == GREEDY):
+            if name in ("do_sample", "temperature", *OF_DRAWING):
                 continue
             is_known = name in vars(GenerationConfig()) and name not in LENGTHS
             if not is_known or (name == "num_return_sequences" and value != 1):
                 raise UserError(
                     f"task {request.task_name}: generation_kwargs {name}={value} is not offered"
                 )
-            further[name] = value
-        return json.dumps(further, sort_keys=True)
+            settings[name] = value
+        return settings
 
     def _generation(self, request: Instance) -> Request:
         text, given = request.args
@@ -235,26 +205,18 @@ class ReplayLM(ModelTexts):
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         stops = handle_stop_sequences(settings.pop("until"), eos)
         max_new_tokens = settings.pop("max_gen_toks")
-        sampling = self._sampling_of(settings)
-        further = self._further(request, settings, sampling)
-        asked = self._planner.text(
+        chosen = self._settings_of(request, settings)
+        return self._planner.text(
             _document(request), text, max_new_tokens, self._settings.get("max_new_tokens")
-        )._replace(stops=tuple(stops), settings=further)
-        return (
-            asked
-            if sampling == GREEDY
-            else asked._replace(sampling=sampling, seed=self.config.seed)
+        )._replace(
+            stops=tuple(stops),
+            settings=json.dumps(chosen, sort_keys=True),
+            seed=self.config.seed if chosen["do_sample"] else 0,
         )
 
 
 def _document(request: Instance) -> Document:
     return request.task_name, request.doc_id
-
-
-def _span(counts: Sequence[int]) -> str:
-    """Counts in words, from the least to the most."""
-    least, most = min(counts), max(counts)
-    return str(least) if least == most else f"{least} to {most}"
 
 
 def decode_rows(requests: Sequence[Request]) -> list[TokenCounts]:

@@ -325,7 +325,7 @@ def _decoded(
     def decoded(setup: Setup, first: int, prompts: Prompts) -> tuple[Tensor, Tensor, ReadStats]:
         drafts = []
         for number, prompt in enumerate(prompts, first):
-            settings = config.sampling.rule().settings | dict(ENDLESS)
+            settings = config.sampling.rule() | dict(ENDLESS)
             rule = GenerationRule(loaded.model, prompt, max_new_tokens=steps, **settings)
             drafts.append(Draft(prompt, rule, f"{config.seed}/{number}/0"))
         return decode_freely(attached, setup, prompts, drafts)

@@ -33,8 +33,7 @@ from harness.model.generation import ENDLESS, Draft, GenerationRule, Settings
 from harness.model.load import LoadedModel
 from harness.results.metrics import MISSING
 from harness.results.step_stats import StepStats, stats_of
-from harness.settings.config import RunConfig
-from harness.settings.task_config import NEW_TOKENS
+from harness.settings.config import NEW_TOKENS, RunConfig
 from harness.speed.memories import opened, source_of
 from methods.base import TokenCounts
 
@@ -215,7 +214,7 @@ def write_text(
 
     logits: [1, vocab], for its first token, after `ids`. write: takes each piece as it grows.
     """
-    tokenizer, settings = loaded.reader, config.sampling.rule().settings
+    tokenizer, settings = loaded.reader, config.sampling.rule()
     if loaded.random_ids is not None:  # no token ends a text
         settings |= dict(ENDLESS)
     settings |= {"tokenizer": loaded.tokenizer, "max_new_tokens": max_new_tokens}

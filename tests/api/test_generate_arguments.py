@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    CompileConfig,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
@@ -18,7 +17,6 @@ from transformers import (
     MaxLengthCriteria,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
-    WatermarkingConfig,
 )
 
 from harness.api.cached_model import CachedModel
@@ -26,7 +24,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.generation import GenerationRule
 from harness.replay.session import Setup
-from harness.settings.task_config import GREEDY
+from harness.settings.config import GREEDY
 from methods.full import Full
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
@@ -74,16 +72,9 @@ TAKEN: dict[str, Any] = {
     "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(IDS.shape[1] + 2)]),
     "max_length": {"max_length": IDS.shape[1] + 3, "max_new_tokens": None},
     "max_new_tokens": 3,
-    "min_length": {"min_length": IDS.shape[1] + 4, "eos_token_id": 94},
     "stop_strings": {"tokenizer": TOKENIZER, "stop_strings": "y"},
     "do_sample": True,
-    "top_p": SAMPLED | {"temperature": 0.5, "top_p": 0.5},
-    "encoder_repetition_penalty": 1.5,
-    "watermarking_config": WatermarkingConfig(bias=5.0),
     "num_return_sequences": SAMPLED | {"num_return_sequences": 2},
-    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
-    "eos_token_id": [93, 4],
-    "compile_config": CompileConfig(),
     "position_ids": None,
 }
 """Arguments, and the values that they are called with: a dict is the call's own."""
@@ -96,6 +87,8 @@ PASSED_ON = [
     "pad_token_id", "bos_token_id", "decoder_start_token_id", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size",
     "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "disable_compile",
+    "encoder_repetition_penalty", "watermarking_config", "output_logits", "eos_token_id",
+    "compile_config", "min_length", "top_p",
     "diversity_penalty", "continuous_batching_config", "low_memory", "transformers_version", "_from_model_config",
 ]  # fmt: skip
 """Arguments that transformers alone looks at, as at some of the above. A new one has to be looked at here."""
@@ -163,11 +156,7 @@ def test_an_argument_that_is_refused_says_what_to_do(name, model):
 
 CACHE_OF_A_FILE = {
     "cache_implementation": "hybrid",
-    "use_cache": False,
-    "prefill_chunk_size": 4,
     "prompt_lookup_num_tokens": 3,
-    "output_attentions": True,
-    "max_cache_len": 99,
 }
 
 
@@ -183,4 +172,4 @@ def test_what_a_models_own_file_says_of_its_cache_plays_no_part(name):
         assert new_tokens(model, generation_config=repeated) == expected
         with pytest.raises(UserError, match=f"^{name}="):
             new_tokens(model, **{name: CACHE_OF_A_FILE[name]})
-    assert GenerationRule(model, IDS[0].tolist(), **GREEDY.settings, max_new_tokens=3).is_plain
+    assert GenerationRule(model, IDS[0].tolist(), **GREEDY, max_new_tokens=3).is_plain

@@ -1,4 +1,4 @@
-"""lm-eval's own evaluation of a method has the numbers of `experiment=tasks`; its command line; a task's own files."""
+"""lm-eval's own evaluation of a method has the numbers of `experiment=tasks`; its command line."""
 
 import json
 from functools import partial
@@ -7,16 +7,13 @@ from typing import Any
 
 import lm_eval
 import pytest
-import torch
 import yaml
 from lm_eval.tasks import TaskManager
 
 import harness
 from harness.api import method_lm
 from harness.errors import UserError
-from harness.results import inputs
 from harness.results.record import read_all
-from harness.run.compose import load
 from tests.conftest import refused
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
@@ -116,18 +113,6 @@ def test_a_file_of_answers_is_refused(model, folder, tmp_path):
         lm_eval.simple_evaluate(model=lm, tasks=["mine_short"], task_manager=manager, use_cache=str(tmp_path / "kept"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"num_samples": 3}, "num_samples=3: lm-eval decides it, by its own arguments; leave it out"),
-        ({"metadata.max_seq_lengths": [5]}, "lm-eval decides it"),
-    ],
-)
-def test_a_wrong_setting_is_one_line(settings, said, model):
-    with refused(said):
-        harness.lm(model, **settings)
-
-
 # The command line
 
 
@@ -154,9 +139,7 @@ REFUSED = {
     "pretrained=smollm2": "model=smollm2: did you mean 'smollm2-135m'",
     "pretrained=MODEL,trust_remote_code=no": "model.trust_remote_code=no: must be true or false",
     "pretrained=MODEL,apply_chat_template=no": "apply_chat_template='no': lm-eval decides it",
-    "pretrained=MODEL,dtype=float8": "model.dtype=float8: ",
     "pretrained=MODEL,tokenizer=gpt2": "tokenizer=gpt2: the model has its own; leave it out",
-    "pretrained=MODEL,platform=gpu": "platform=gpu: ",
     "pretrained=MODEL,load_in_8bit=true": "unknown setting load_in_8bit: ",
 }
 
@@ -177,36 +160,6 @@ def test_model_args_are_those_of_the_command_line(checkpoint):
         method_lm.KVModel.create_from_arg_string(f"pretrained={checkpoint}", {"device": "cuda:1"})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_device_that_was_asked_for_is_no_other(checkpoint):
-    with pytest.raises(UserError, match="platform=cuda: torch finds no CUDA device here"):
-        method_lm.KVModel.create_from_arg_string(f"pretrained={checkpoint},device=cuda")
-
-
-def test_a_tokenizer_beside_a_model_that_has_one_is_refused(model):
-    for call in (harness.lm, harness.attach):
-        with pytest.raises(UserError, match="tokenizer=gpt2: the model has its own"), call(model, "gpt2"):
-            pass
-    with pytest.raises(UserError, match="tokenizer=gpt2: the model has its own"):
-        harness.load("smollm2-135m", "gpt2")
-
-
 def test_what_lm_eval_refuses_is_one_line(checkpoint, folder, capfd):
     assert evaluate(folder, f"pretrained={checkpoint},method=full,prefill=dense", "--tasks", "nothing") == 2
     assert "error: lm-eval refuses it (ValueError: Tasks not found: nothing" in capfd.readouterr().err
-
-
-# A task's own files
-
-
-def test_a_task_that_names_its_files_needs_no_data_setting_and_they_count(folder, tmp_path):
-    config = load(["experiment=tasks", "tasks=[mine_short]", f"include_path={folder}"])
-    before = inputs.tasks(config)["mine_short"]
-    file = folder / "rows.jsonl"
-    text = file.read_text()
-    try:
-        file.write_text(text.replace("red", "green"))
-        assert inputs.tasks(config)["mine_short"] != before
-    finally:
-        file.write_text(text)
-    assert inputs.tasks(config)["mine_short"] == before

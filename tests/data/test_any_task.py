@@ -22,11 +22,11 @@ from harness.results.samples import clustered_stderr
 from harness.run.compose import load
 from harness.run.runner import Run
 from harness.scoring.evaluation import Repeat, joined, run_tasks
-from harness.settings.config import DataConfig, RunConfig
-from harness.settings.task_config import SamplingConfig
+from harness.settings.config import AIME_TASKS, DataConfig, RunConfig, SamplingConfig
 from methods.h2o import H2O
 from tests.conftest import refused
 from tests.data.test_tasks import ANSWERED, loaded, refuse, settings, write_rows, write_yaml  # noqa: F401, a fixture
+from tests.runs import without
 from tests.tokens import byte_tokenizer
 
 CHOICE = {
@@ -178,6 +178,36 @@ def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):
     assert docs({"size": 3, "tokenizer": "org/other"})["q"][:] == ["org/other"] * 3
 
 
+@pytest.mark.parametrize("task", AIME_TASKS)
+def test_a_year_of_aime_has_the_packages_rows_under_lm_evals_prompt(task, tmp_path, monkeypatch):
+    """A stand-in of the package, which is optional."""
+    problems = [{"id": f"{task}-{n}", "problem": f"What is {n} + 1?", "expected_answer": str(n + 1)} for n in range(30)]
+    asked = ["experiment=tasks", f"tasks=[{task}]"]
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks.importlib.metadata, "version", without("sgl-eval"))
+        with refused(rf"^tasks={task}: needs the Python package sgl-eval, .* installed: {tasks.AIME_INSTALL}$"):
+            inputs.tasks(load(asked))
+    write_rows(tmp_path / tasks.AIME_ROWS.format(task=task), problems)
+    (tmp_path / "sgl_eval-0.1.3.dist-info").mkdir()
+    (tmp_path / "sgl_eval-0.1.3.dist-info/METADATA").write_text("Name: sgl-eval\nVersion: 0.1.3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    made = load_suite(load(asked), None).tasks[task]
+    made.build_all_requests()
+    prompts = [request.args[0] for request in sorted(made.instances, key=lambda request: request.doc_id)]
+    assert prompts == [f"Question: {row['problem']}\nAnswer:" for row in problems]
+    assert made.instances[0].args[1]["max_gen_toks"] == 32768
+    doc = made.eval_docs[4]
+    assert made.process_results(doc, [r"So $x = 1$, and the sum is \boxed{5}."]) == {"exact_match": 1}
+    assert made.process_results(doc, [r"\boxed{1000}"]) == {"exact_match": 0}
+    before = inputs.tasks(load(asked))
+    write_rows(tmp_path / tasks.AIME_ROWS.format(task=task), problems[1:])
+    assert inputs.tasks(load(asked)) != before, "files that a task's YAML names count"
+    shorter = load_suite(load([*asked, "metadata.max_gen_toks=9"]), None).tasks[task]
+    shorter.build_all_requests(limit=1)
+    assert shorter.instances[0].args[1]["max_gen_toks"] == 9
+
+
 # Runs
 
 
@@ -265,13 +295,6 @@ def test_a_class_of_lm_eval_runs_as_with_hflm(folder, loaded):
     assert outcome.metrics["mine"]["contains"] == pytest.approx(theirs["results"]["mine"]["contains,none"])
     texts = [logged["resps"][0][0] for logged in theirs["samples"]["mine"]]
     assert [sample["text"] for sample in outcome.samples["mine"]] == texts and len(texts) == 2
-
-
-def test_a_class_with_images_is_refused(folder, root):
-    (folder / "seen.py").write_text("class Seen:\n    MULTIMODAL = True\n")
-    (folder / "seen.yaml").write_text("task: toy_seen\nclass: !function seen.Seen\n")
-    with pytest.raises(UserError, match="^tasks=toy_seen: needs images or sound"):
-        plan(settings("toy_seen", folder=folder, root=root))
 
 
 def test_how_many_questions_were_truncated(folder, root, loaded):
@@ -371,6 +394,7 @@ def test_settings_of_sampling_where_nothing_is_generated(setting, value, loaded)
 CANNOT_RUN = {
     "executes the code that a model writes": {"unsafe_code": True},
     "needs images or sound": {"doc_to_image": "picture"},
+    "needs images or sound; models here read text$": "class Seen:\n    MULTIMODAL = True",
     "its YAML cannot be read .ModuleNotFoundError: No module named": "import nowhere_to_be_found",
     "its YAML cannot be read": "raise ValueError('of two\\nlines')",
 }
@@ -385,7 +409,7 @@ def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
     if isinstance(bad, str):
         (folder / "beside.py").write_text(f"{bad}\n")
         with (folder / "toy_bad.yaml").open("a") as file:
-            file.write("process_docs: !function beside.rows\n")
+            file.write("class: !function beside.Seen\n" if "class" in bad else "process_docs: !function beside.rows\n")
     for name, place in (("toy_bad", ""), ("mixed", "its task toy_bad: ")):
         with refused(f"^tasks={name}: {place}{reason}"):
             inputs.tasks(settings(name, folder=folder, root=root))

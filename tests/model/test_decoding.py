@@ -9,14 +9,20 @@ from harness.errors import UserError
 from harness.model.generation import Draft, GenerationRule, drawn, write
 from harness.results.record import changed_settings, settings_id
 from harness.run.compose import load
-from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling
+from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, SamplingConfig
 from tests.living import endless, tiny
+
+Sampling = dict[str, float | bool]
+
+
+def sampling_of(*settings: float | None) -> Sampling:
+    return SamplingConfig(*settings).rule()
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, number: float) -> torch.Tensor:
     """The token at a number, of the first token after a prompt."""
     prompt = [5, 6]
-    rule = GenerationRule(tiny("gqa"), prompt, max_new_tokens=1, **sampling.settings)
+    rule = GenerationRule(tiny("gqa"), prompt, max_new_tokens=1, **sampling)
     scores = rule.scores(torch.tensor(prompt), logits)
     return drawn(scores, number) if rule.is_drawn else scores.argmax()
 
@@ -36,8 +42,8 @@ def test_a_token_is_drawn_as_often_as_its_probability_says():
 def test_ties_and_the_most_likely_token():
     logits = torch.tensor([1.0, 3.0, 3.0, 0.0])
     assert int(sample(logits, GREEDY, 0.99)) == int(logits.argmax())
-    assert {int(sample(logits, Sampling(1.0, top_k=1), number / 10)) for number in range(10)} == {1, 2}
-    lowest = Sampling(LOWEST_TEMPERATURE)
+    assert {int(sample(logits, sampling_of(1.0, None, 1), number / 10)) for number in range(10)} == {1, 2}
+    lowest = sampling_of(LOWEST_TEMPERATURE)
     assert {int(sample(logits, lowest, number / 10)) for number in range(10)} == {1, 2}
 
 
@@ -61,7 +67,7 @@ def test_the_loop_feeds_what_goes_on_and_ends_with_the_last_draft():
 
 
 def test_a_draft_draws_by_the_random_numbers_of_its_key_alone():
-    logits, sampling = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)), Sampling(1.0)
+    logits, sampling = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)), sampling_of(1.0)
     numbers = random.Random("0/4/1")
     expected = [int(sample(row, sampling, numbers.random())) for row in logits]
     draft = endless([5], 3, sampling=sampling, key="0/4/1")

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import pandas as pd
 import pytest
 import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from lm_eval._cli import HarnessCLI
 
 import harness
@@ -29,6 +27,7 @@ from harness.results import lost
 from harness.run.cli import main
 from harness.run.compose import compose, load
 from harness.run.sweep import is_sweep
+from harness.run.words import command_of
 from methods.base import Method, State, TokenCounts
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
@@ -124,16 +123,6 @@ def check_make(arguments: list[str]) -> None:
         check_command(("python", *shlex.split(call)))
 
 
-def runs_of(words: list[str]) -> list[list[str]]:
-    """The runs of a command line: one, or with `-m` each combination that a sweep has."""
-    for word in words:
-        assert not word.startswith("sweep.share") or re.fullmatch(r"sweep\.share=\d+/\d+", word)
-    elsewhere = ("-m", "sweep.share")
-    settings = OverridesParser.create().parse_overrides([each for each in words if not each.startswith(elsewhere)])
-    assert "-m" in words or not any(each.is_sweep_override() for each in settings), "a sweep needs -m"
-    return BasicSweeper.split_arguments(settings, None)[0]
-
-
 QUESTIONS = ROOT / "docs" / "tasks.md"
 
 
@@ -176,9 +165,7 @@ def check_run(arguments: list[str]) -> None:
         placed = [word.replace(f"./{name}", own_file(name, base)) if name in word else word for word in placed]
     if "include_path=my_questions" in placed:
         own_questions()
-    quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]
-    for overrides in runs_of(quoted):
-        accept(tuple(overrides))
+    accept(tuple(placed))
 
 
 def check_lm_eval(arguments: list[str]) -> None:
@@ -190,12 +177,12 @@ def check_lm_eval(arguments: list[str]) -> None:
 
 
 @cache
-def accept(overrides: tuple[str, ...]) -> None:
-    """Compose and check one run, or what a sweep is started with."""
-    if not is_sweep(compose(overrides)):
-        load(overrides)
-    else:
-        accept(tuple(override for override in overrides if not override.startswith(("sweep", "experiment"))))
+def accept(words: tuple[str, ...]) -> None:
+    """Compose and check each run of a command line, or what a sweep is started with."""
+    for given in command_of(words).jobs:
+        if is_sweep(compose(given)):
+            given = {name: value for name, value in given.items() if not name.startswith(("sweep", "experiment"))}
+        load(given)
 
 
 def check_module(module: str, arguments: list[str]) -> None:

@@ -1,13 +1,12 @@
 """Files and memory: limits, and replacing a file in one step."""
 
-import errno
 import os
 from unittest.mock import Mock
 
 import pytest
 
 from harness import files
-from harness.errors import UserError, exit_code
+from harness.errors import UserError
 
 
 def test_limits_of_the_control_groups_around_a_process(tmp_path):
@@ -42,15 +41,10 @@ def test_the_settings_say_how_much_memory_there_is(monkeypatch):
     with files.stated_memory(112):
         assert files.available_memory() == 109 * 2**30
         shown.total, shown.available = 40 * 2**30, 2**30  # it has grown, and is used
-        assert files.available_memory() == 73 * 2**30
         with files.stated_memory(None):
             assert files.available_memory() == 73 * 2**30
-        with files.stated_memory(39.5):
-            assert files.available_memory() == 2**29
         monkeypatch.setattr(files, "memory_limits", lambda: [(4 * 2**30, 2 * 2**30)])
         assert files.available_memory() == 110 * 2**30
-        with files.stated_memory(1):
-            assert files.available_memory() == 0
     assert files.available_memory() == 2**30
 
 
@@ -66,12 +60,3 @@ def test_a_write_that_fails_or_is_cut_short_leaves_the_old_file(tmp_path, monkey
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     with pytest.raises(UserError, match=f"results_dir: {path}/x/y cannot be written \\(Not a directory\\)"):
         files.write_atomic(path / "x" / "y", "")
-
-
-def test_a_full_disk_names_the_file(tmp_path, capsys):
-    def write():
-        with files.replacing(tmp_path / "file"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    assert exit_code(write) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}/file: No space left on device\n"

@@ -1,7 +1,6 @@
 """The house around the code: make, the environment it builds, the lock, and what import-linter cannot check."""
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -26,21 +25,12 @@ def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_help_lists_every_target():
-    targets = re.search(r"^\.PHONY: (help .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1).split()
-    lines = make(ROOT).stdout.splitlines()
-    assert [line.split()[0] for line in lines] == targets
-    assert all(len(line.split()) > 1 for line in lines)
-
-
 FAKE_PYTHON = """#!/bin/bash
-# An interpreter whose environments hold itself; pip and the import check succeed unless a file says no.
+# An interpreter whose environments hold itself; pip and the import check succeed.
 case "$1 $2" in
-  "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; echo made >> log ;;
-  "-m pip") echo pip >> log; [ ! -e pip-fails ] ;;
-  "-c import hydra"*) [ ! -e import-fails ] ;;
+  "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
   "run.py "*) [ ! -e code ] || exit "$(cat code)" ;;
-  "-m harness.report") echo reported >> log ;;
+  "-m harness.report") touch reported ;;
 esac
 """
 
@@ -56,46 +46,17 @@ def checkout(tmp_path) -> Path:
     return tmp_path
 
 
-def setup(checkout: Path) -> int:
-    """Run `make setup`, which must succeed; returns how many environments were made so far."""
+def setup(checkout: Path) -> None:
     done = make(checkout, "setup", f"PYTHON={checkout}/python")
     assert done.returncode == 0, done.stderr
-    return (checkout / "log").read_text().split().count("made")
-
-
-def test_setup_installs_once_and_again_after_a_change_or_a_failure(checkout):
-    assert [setup(checkout), setup(checkout)] == [1, 1]
-    environment, made = checkout / ".venv", 1
-    assert (environment / ".gitignore").read_text() == "*\n"
-    newer = (environment / "installed").stat().st_mtime + 10
-    os.utime(checkout / "requirements-model.lock", (newer, newer))
-    for failure in ("pip-fails", "import-fails"):
-        (checkout / failure).touch()
-        assert make(checkout, "setup", f"PYTHON={checkout}/python").returncode != 0
-        assert not (environment / "installed").exists(), "half an installation is none"
-        (checkout / failure).unlink()
-        made += 2
-        assert setup(checkout) == made
-        (environment / "installed").write_text("/elsewhere\n")  # the folder was copied
-
-
-def test_an_environment_behind_a_link_is_left_alone(checkout):
-    other = checkout / "other"
-    (other / "bin").mkdir(parents=True)
-    (checkout / ".venv").symlink_to(other)
-    done = make(checkout, "setup", f"PYTHON={checkout}/python")
-    assert done.returncode == 2 and "error: .venv is a link" in done.stderr
-    assert (other / "bin").is_dir() and not (checkout / "log").exists()
 
 
 CHOSEN = {
     "accuracy DATA=offline": "experiment=accuracy sweep.scale=small model=smollm2-135m platform=cpu data=offline",
-    "accuracy DATA=local MODEL=opt-13b": "experiment=accuracy sweep.scale=paper model=opt-13b platform=cpu data=local",
     "accuracy DATA=hub RESULTS=r ARGS=seed=3": "experiment=accuracy sweep.scale=paper model=smollm2-135m platform=cpu "
     "data=hub results_dir=r seed=3",
     "speedup RESULTS=r": "experiment=speedup sweep.scale=small platform=cpu model=smollm2-135m "
     "model.weights=pretrained results_dir=r",
-    "paper": "experiment=paper sweep.scale=small model=smollm2-135m platform=cpu data=offline results_dir=outputs",
     "paper DATA_ROOT=texts": "experiment=paper sweep.scale=small model=smollm2-135m platform=cpu sweep.data_root=texts "
     "results_dir=outputs",
     "paper MODEL=opt-13b DATA_ROOT=texts RESULTS=r": "experiment=paper sweep.scale=paper model=opt-13b platform=cpu "
@@ -118,7 +79,7 @@ def test_paper_reports_what_there_is_and_says_whether_it_is_all(checkout, code, 
     (checkout / "code").write_text(str(code))
     done = make(checkout, "paper")
     assert (done.returncode == 0) == (code == 0) and (code == 0 or f"Error {code}" in done.stderr)
-    assert ("reported" in (checkout / "log").read_text()) == reported
+    assert (checkout / "reported").exists() == reported
 
 
 # dependencies

@@ -138,7 +138,7 @@ def test_the_code_that_makes_another_run_of_the_same_settings(sources):
         *((f"methods/{name}.py", MORE, True) for name in ("h2o", "evicting", "codecs/turbo")),
         ("methods/quest.py", MORE, False),
         *((f"harness/{name}.py", MORE, True) for name in ("scoring/perplexity", "replay/session", "data/text")),
-        *((f"harness/{name}.py", MORE, True) for name in ("settings/task_config", "results/samples")),
+        *((f"harness/{name}.py", MORE, True) for name in ("settings/config", "results/samples")),
         ("methods/codecs/int4.yaml", MORE, True),
         ("methods/h2o.py", "\n# a comment\n", True),
         *((f"harness/{name}.py", MORE, False) for name in ("speed/timed_run", "run/runner")),

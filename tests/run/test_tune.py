@@ -16,7 +16,7 @@ from harness.results.board import ORACLES
 from harness.results.columns import read_frame
 from harness.results.metrics import EQUAL
 from harness.run import cli, sweep
-from harness.run.compose import choices, compose, load
+from harness.run.compose import choices
 from harness.run.sweep import read_plan
 from harness.settings.config import RunConfig
 from harness.settings.schema import options, shipped
@@ -41,26 +41,8 @@ def choosing(*few: str):
 
 
 def test_every_method_is_in_the_sweep():
-    asked = OmegaConf.to_container(compose(["experiment=tune"]).sweep, resolve=False)
-    left_out = "full,random,triattention,infinigen-pool,oracle-sampled"
-    assert asked["methods"] == f"${{choices:method,{left_out}}}"
     assert choices("method") == options("method") and set(ORACLES) <= set(options("method"))
     assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
-
-
-@pytest.mark.parametrize(
-    ("number", "methods"),
-    [
-        (1, ["freekv"]),
-        (2, ["doublesparsity", "infinigen", "infinigen-balanced", "infinigen-coded", "infinigen-pool", "knorm", "quest",
-             "turboquant2", "turboquant3", "turboquant4", "twilight"]),
-    ],
-)  # fmt: skip
-def test_a_method_has_as_many_dense_layers_as_its_official_code(number, methods):
-    assert {method: load([f"method={method}"]).method.dense_layers for method in methods} == dict.fromkeys(
-        methods, number
-    )
-    assert load([f"method={methods[0]}", "method.dense_layers=3"]).method.dense_layers == 3, "the command line wins"
 
 
 def test_a_method_without_a_budget_runs_once_a_number_of_dense_layers():

@@ -1,6 +1,7 @@
 """Log-likelihoods and texts through replay: HFLM's for the full cache, live decoding's tokens for every method, and no
 trace of how work was shared."""
 
+import json
 from dataclasses import replace
 from functools import cache
 
@@ -21,7 +22,7 @@ from harness.run.compose import load
 from harness.scoring.answers import Request, Score, Written, generate, score
 from harness.scoring.lm import ReplayLM, decode_rows
 from harness.scoring.planning import Prefill, QuestionFinder
-from harness.settings.task_config import GREEDY, LOWEST_TEMPERATURE, Sampling, SamplingConfig
+from harness.settings.config import GREEDY, LOWEST_TEMPERATURE, SamplingConfig
 from methods.full import Full
 from tests.cases import CASES
 from tests.living import endless, open_live, setup_of, tiny
@@ -161,6 +162,14 @@ def test_the_last_marker_counts_and_choices_in_the_context_have_one_final_length
     assert short.prefill_len == long.prefill_len == long.final_length // 2
 
 
+def test_questions_to_one_cache_have_one_final_length():
+    asked = choices(*QUESTIONS[:2])
+    finals = {request.final_length for request in planned(asked, QUESTION)}
+    in_turns = planned(asked, QUESTION._replace(in_turns=True))
+    assert len({request.prompt for request in in_turns}) == 1 and len(finals) == 2
+    assert {request.final_length for request in in_turns} == {max(finals)}
+
+
 def test_what_is_asked_for_a_text():
     def request(context, prefill=DENSE, **settings) -> Request:
         return planned(texts(context, **({"until": []} | settings)), prefill)[0]
@@ -189,7 +198,6 @@ REFUSED = {
         choices([("It is.", " x"), ("It is.", "\n")]),
         {},
     ),
-    "task task, question 0: the continuation '' has no token": (choices([("a", "")]), {}),
     "the continuation 'x' has no token of its own after the context ' '": (choices([(" ", "x")]), {}),
     "have .* tokens, the model takes 512; lower num_fewshot, choose": (choices([("a", "x" * 513)]), CUT),
     "nothing before the q": (
@@ -199,7 +207,6 @@ REFUSED = {
     "this model has no tokenizer": (choices([("a", " b")]), {"tokenizer": None}),
     "task task: scores whole texts, in which prefill=question finds no question": (ROLLING, {"prefill": QUESTION}),
     "task task: generation_kwargs num_return_sequences=2 is not offered": (texts("a", num_return_sequences=2), {}),
-    "task task: generation_kwargs logprobs=5 is not offered": (texts("a", logprobs=5), {}),
     "top_k=3: the most likely token is taken; set": (texts("a"), {"sampling": SamplingConfig(top_k=3)}),
     "the model takes 64; .* or too_long=truncate": (texts(LONGER, max_gen_toks=20), {"max_length": 64}),
     "question 1: prefill=q": (texts(*CONTEXTS, max_gen_toks=9), CUT | {"prefill": QUESTION, "max_length": 40}),
@@ -531,12 +538,16 @@ def test_what_ends_an_answer(monkeypatch):
 
 # Sampled texts
 
-WARM = Sampling(0.9, top_p=0.95, top_k=50)
+WARM = SamplingConfig(0.9, top_p=0.95, top_k=50).rule()
 
 
 def sampled(contexts, repeats: int = 1, seed: int = 3, **changes) -> list[Request]:
     asked = to_write(contexts, **changes)
-    return [each._replace(sampling=WARM, seed=seed, repeat=repeat) for repeat in range(repeats) for each in asked]
+    return [
+        each._replace(settings=json.dumps(WARM), seed=seed, repeat=repeat)
+        for repeat in range(repeats)
+        for each in asked
+    ]
 
 
 def test_a_sampled_text_is_that_of_live_decoding():
@@ -556,31 +567,40 @@ def test_what_decides_a_sampled_text():
     (request,) = sampled(CONTEXTS[:1])
     base = answer(request)
     assert base == answer(request) == answer(request, document=("another task", 0))
-    changed = [{"seed": 4}, {"repeat": 1}, {"document": ("task", 1)}, {"sampling": GREEDY}]
+    changed = [{"seed": 4}, {"repeat": 1}, {"document": ("task", 1)}, {"settings": json.dumps(GREEDY)}]
     assert all(answer(request, **change) != base for change in changed)
-    greedy = answer(request, sampling=GREEDY)
-    for certain in (Sampling(LOWEST_TEMPERATURE), Sampling(1.0, top_k=1), Sampling(5.0, top_p=1e-9)):
-        assert answer(request, sampling=certain) == greedy, certain
+    greedy = answer(request, settings=json.dumps(GREEDY))
+    for certain in (SamplingConfig(LOWEST_TEMPERATURE), SamplingConfig(1.0, top_k=1), SamplingConfig(5.0, top_p=1e-9)):
+        assert answer(request, settings=json.dumps(certain.rule())) == greedy, certain
+
+
+NARROW = {"temperature": 0.7, "top_p": 0.8, "min_p": 0.1}
 
 
 @pytest.mark.parametrize(
     ("of_task", "given", "expected"),
     [
         ({}, {}, GREEDY),
-        ({"do_sample": True}, {}, Sampling(1.0)),
-        ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}, {}, Sampling(0.7, 0.8, 20)),
-        ({"do_sample": True, "top_p": 0.8}, {"temperature": 0.3, "top_k": 5}, Sampling(0.3, 0.8, 5)),
-        ({"do_sample": False}, {"temperature": 0.6, "top_p": 0.9}, Sampling(0.6, 0.9)),
+        ({"do_sample": True}, {}, {"temperature": 1}),
+        (NARROW | {"do_sample": True}, {}, NARROW),
+        (
+            {"do_sample": True, "top_p": 0.8, "top_k": 9},
+            {"temperature": 0.3, "top_k": 5},
+            {"temperature": 0.3, "top_p": 0.8, "top_k": 5},
+        ),
+        ({"do_sample": False, "min_p": 0.1}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
     ],
 )
 def test_the_projects_settings_of_sampling_come_before_the_tasks(of_task, given, expected):
     (request,) = planned(texts("a", **of_task), sampling=SamplingConfig(**given), seed=7)
-    assert (request.sampling, request.seed) == (expected, 0 if expected == GREEDY else 7)
+    is_greedy = expected == GREEDY
+    assert json.loads(request.settings) == expected | {"do_sample": not is_greedy}
+    assert request.seed == (0 if is_greedy else 7)
 
 
 def test_every_answer_that_is_asked_for_has_its_own_number():
     """lm-eval asks n times for the same instance where a task's YAML says `repeats: n`."""
-    asked = texts(*CONTEXTS[:2], do_sample=True, until=["\n\n"], max_gen_toks=9)
+    asked = texts(*CONTEXTS[:2], do_sample=True, max_gen_toks=9)
     assert [request.repeat for request in planned([each for each in asked for _ in range(3)])] == [0, 1, 2] * 2
     lm = language_model(sampling=SamplingConfig(repeats=3))
     lm.generate_until(asked)

@@ -8,7 +8,6 @@ from typing import Any
 import jinja2
 import pytest
 
-from harness.errors import UserError
 from harness.scoring.evaluation import KNOWN, UNKNOWN, run_tasks, run_turns
 from harness.scoring.planning import QuestionFinder
 from tests.data.test_tasks import ANSWERED, loaded, settings, write_rows, write_yaml  # noqa: F401, a fixture
@@ -124,27 +123,13 @@ def test_no_word_of_an_unknown_question_is_in_the_dense_prompt(chat, end, asked,
     dense = len(loaded.tokenizer(context)["input_ids"])
     samples = run_tasks(config, loaded).samples["toy_asked"]
     assert [(each["prefill_len"], each["context_tokens"]) for each in samples] == [(dense, n) for n in num_tokens]
-    said = f"toy_asked: the dense prompt ends before the question, after {dense} of "
-    assert f"{said}{min(num_tokens)} to {max(num_tokens)} tokens; in question 0 before 'Where is" in (
-        capsys.readouterr().err
-    )
+    said = "toy_asked: the dense prompt ends before the question; in question 0 before 'Where is"
+    assert said in capsys.readouterr().err
     assert samples[1]["question_text"].startswith("Where is the bag? Answer:")
     assert samples[1]["context_text"].endswith("Tom keeps a bag in the garden. Question:")
 
-    run_tasks(config, loaded)
-    assert said not in capsys.readouterr().err, "once in a sweep"
     turns = replace(config, kind="turns", experiment="turns", prefill="auto")
     outcome = run_turns(turns, loaded)
     assert outcome.metrics["toy_asked"]["num_contexts"] == 1
     both = [(each[UNKNOWN]["prefill_len"], each[KNOWN]["prefill_len"]) for each in outcome.samples["toy_asked"]]
     assert both == [(dense, n) for n in num_tokens]
-
-
-def test_a_run_that_cannot_find_the_question_is_refused(asked):
-    of, loaded = asked
-    with pytest.raises(UserError, match="question 0: prefill=question finds no end of the context .* 2 times.*; set"):
-        run_tasks(of(TWICE, prefill="question"), loaded)
-    with pytest.raises(UserError, match="prefill=both finds no end of the context .* 2 times.*; set question_marker="):
-        run_turns(of(TWICE, kind="turns", experiment="turns"), loaded)
-    with pytest.raises(UserError, match="nothing but the question is in the prompt"):
-        run_tasks(of("Q: {{question}}\n\nA:", prefill="question", task={"apply_chat_template": True}), loaded)

@@ -7,7 +7,7 @@ import harness
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import attach
 from harness.model.attached import Attached
-from harness.scoring.evaluation import run_turns
+from harness.scoring.evaluation import run_tasks, run_turns
 from harness.scoring.perplexity import run_perplexity
 from harness.speed.latency import run_latency
 from tests.tiny_models import tiny_model
@@ -87,36 +87,23 @@ def test_generate(model, prompts):
 
 
 def test_tasks_and_turns(model, prompts):
-    model.tasks(["kv_recall"], methods=["full"], num_samples=2)
-    assert_started(prompts)
-    prompts.clear()
-    config = model.configured(
-        {}, {"experiment": "turns", "tasks": ["kv_recall"], "method": "keydiff", "num_samples": 2}
-    )
-    run_turns(config, model.loaded)
-    assert_started(prompts)
+    asked = {"tasks": ["kv_recall"], "method": "keydiff", "num_samples": 2}
+    for experiment, run in (("tasks", run_tasks), ("turns", run_turns)):
+        prompts.clear()
+        run(model.configured({}, {"experiment": experiment, **asked}), model.loaded)
+        assert_started(prompts)
 
 
 def test_long_decoding(model, prompts):
     config = model.configured({}, {"experiment": "long_decode", "method": "keydiff", "max_new_tokens": 4})
     run_perplexity(config, model.loaded)
     assert_started(prompts)
-    assert {tuple(prompt[:32]) for prompt in prompts} == {
-        (START, *text_from(64, 31)), (START, *text_from(64 + 31, 31)),
-    }  # fmt: skip
+    assert {tuple(prompt[:32]) for prompt in prompts} == {(START, *text_from(at, 31)) for at in (64, 64 + 31)}
 
 
 def test_a_timed_run(model, prompts):
-    config = model.configured(
-        {}, {"experiment": "latency", "method": "keydiff", "prompt_len": 24, "gen_len": 20, "batch_size": 2}
-    )
-    run_latency(config, model.loaded)
+    about = {"experiment": "latency", "method": "keydiff", "prompt_len": 24, "gen_len": 20, "batch_size": 2}
+    run_latency(model.configured({}, about), model.loaded)
     assert_started(prompts)
     whole = {tuple(prompt) for prompt in prompts if len(prompt) > 1}  # a pass of one token warms up
-    assert whole == {(START, *text_from(64, 23)), (START, *text_from(64 + 23, 23))}
-
-
-@pytest.mark.parametrize("budget", [0.5, "50%"])
-def test_a_budget_is_of_the_layers_that_see_every_token(model, budget):
-    frame = model.perplexity(methods=["streaming"], budget=budget, **{"method.dense_layers": 0})
-    assert abs(frame["budget"][0] - 0.5) < 0.01
+    assert whole == {(START, *text_from(at, 23)) for at in (64, 64 + 23)}

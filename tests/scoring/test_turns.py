@@ -12,8 +12,7 @@ from harness.results.samples import clustered_stderr
 from harness.run.compose import load
 from harness.scoring.answers import Request, generate
 from harness.scoring.evaluation import KNOWN, LESS, UNKNOWN, run_turns
-from harness.scoring.lm import ReplayLM, decode_rows
-from harness.settings.task_config import SamplingConfig
+from harness.settings.config import SamplingConfig
 from methods.full import Full
 from methods.h2o import H2O
 from tests.cases import CASES
@@ -93,21 +92,6 @@ def test_both_ways_of_a_task_of_choices(method, loaded):
         assert set(values[LESS]) == {0} and metrics["budget"] == metrics["known_budget"] == 1
     else:
         assert likely[UNKNOWN] != likely[KNOWN] and metrics["budget"] < 0.8 and metrics["known_budget"] < 0.8
-
-
-def test_one_cache_has_one_final_length(loaded, monkeypatch):
-    asked: list[Request] = []
-    answer = ReplayLM.score
-    monkeypatch.setattr(ReplayLM, "score", lambda self, each: (asked.extend(each), answer(self, each))[1])
-    run_turns(turns("kv_recall", method=H2O()), loaded)
-    unknown, known = asked[: len(asked) // 2], asked[len(asked) // 2 :]
-    finals = {request.prompt: request.final_length for request in unknown}
-    assert len(finals) == 2
-    for prompt, final in finals.items():
-        of_prompt = [request for request in unknown if request.prompt == prompt]
-        assert {request.final_length for request in of_prompt} == {final} == {max(len(r.ids) for r in of_prompt)}
-    assert len({request.final_length for request in known}) > 1, "a known question has its own"
-    assert decode_rows(unknown)[0].prompt < decode_rows(known)[0].prompt
 
 
 TOLD = ANSWERED | {"task": "toy_told", "dataset_path": "org/told", "doc_to_text": "{{story}}\n\nQ: {{question}}\nA:"}

@@ -10,10 +10,9 @@ from harness.errors import UserError
 from harness.results.record import flat
 from harness.run.compose import OF_THE_FILE, compose, load, parse, resolved
 from harness.run.runner import check
-from harness.settings.config import RunConfig
+from harness.settings.config import PAPER_TASKS, RunConfig
 from harness.settings.kinds import COMMON, KINDS, find, foreign_settings
 from harness.settings.schema import CONF_DIR, conf_file, options, shipped
-from harness.settings.task_config import PAPER_TASKS
 from methods.settings import settings_of
 
 NEEDED = {
@@ -67,12 +66,10 @@ def test_a_method_file_holds_what_it_changes_of_settings_with_a_meaning_and_a_ra
 @pytest.mark.parametrize(
     ("overrides", "label"),
     [
-        (["method=full", "codec=fp16"], "Full cache + fp16"),
         (["method=int4", "codec=int4"], "INT4"),
         (["method=infinigen", "method.skew=false", "codec=fp16"], "InfiniGen without skewing + fp16"),
         (["method=h2o", "label=mine"], "mine"),
         (["method=kivi", "residual=32"], "KIVI + channel-int2/int2-r32"),
-        (["method=fp8"], "FP8"),
         (["method=int4-hadamard"], "INT4 (Hadamard)"),
         (["method=infinigen", "codec=int4", "value_codec=int2", "rotation=hadamard"], "InfiniGen + hadamard-int4/int2"),
     ],
@@ -143,24 +140,16 @@ def test_default_tasks_follow_the_data():
 
 
 @pytest.mark.parametrize(
-    ("given", "prefill", "num_samples"),
-    [([], ["question", "artifact"], [128, None]), (["prefill=dense", "num_samples=3"], ["dense", "dense"], [3, 3])],
-)
-def test_automatic_settings_of_a_task(given, prefill, num_samples):
-    config = load(["experiment=tasks", "data=hub", "tasks=[passkey,rte]", *given])
-    assert [config.prefill_of(task) for task in config.tasks] == prefill
-    assert [config.num_samples_of(task) for task in config.tasks] == num_samples
-
-
-@pytest.mark.parametrize(
-    ("given", "prefill"),
-    [(["method=h2o"], "artifact"), (["method=h2o", "budget=0.2"], "dense"), (["method=fp8"], "artifact"),
-     (["method=h2o", "budget=nearest:0.2"], "dense"), (["method=fp8", "budget=nearest:0.2"], "dense"),
-     (["method=h2o", "budget=0.2", "prefill=question"], "question"), (["method=full", "budget=0.2"], "artifact")],
+    ("given", "task", "prefill", "num_samples"),
+    [("", "passkey", "question", 128), ("", "rte", "artifact", None), ("budget=0.2", "copa", "dense", None),
+     ("prefill=dense num_samples=3", "rte", "dense", 3), ("method=fp8", "copa", "artifact", None),
+     ("budget=nearest:0.2", "copa", "dense", None), ("method=fp8 budget=nearest:0.2", "copa", "dense", None),
+     ("budget=0.2 prefill=question", "copa", "question", None), ("method=full budget=0.2", "copa", "artifact", None)],
 )  # fmt: skip
-def test_a_task_with_a_budget_has_a_dense_prompt_which_the_budget_does_not_move(given, prefill):
-    """But for the full cache, which has no budget, and whose scores do not depend on where the prompt ends."""
-    assert load(["experiment=tasks", *given]).prefill_of("copa") == prefill
+def test_automatic_settings_of_a_task(given, task, prefill, num_samples):
+    """A budget does not move a dense prompt's end; the full cache has none, whose scores do not depend on it."""
+    config = load(["experiment=tasks", "method=h2o", *given.split()])
+    assert (config.prefill_of(task), config.num_samples_of(task)) == (prefill, num_samples)
 
 
 def test_a_given_source_replaces_name_and_shape(tmp_path):
@@ -271,6 +260,7 @@ BAD_SETTINGS = [
     *(f"{name}=null" for name in ("metadata", "analysis", "calibration")),
     *(f"metadata.max_seq_lengths={value}" for value in (4096, "[]", "[0]", "[1,1]", "[a]")),
     *(f"tasks={value}" for value in ("[]", "[passkey,passkey]", "{a:1}", 3)),
+    *(f"metadata.places={value}" for value in (5, 81)),
     "experiment=generate prompt=null",
     "experiment=latency gen_len=4",
     "prefill_len=2000",
