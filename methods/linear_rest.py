@@ -6,7 +6,8 @@ The rule, and where it differs (made into docs/methods.md):
 token's index score s gives its weight exp(s), and its numbers i in the index its value b + M^T i.
 So the unread tokens add sum exp(s) to the denominator and b sum exp(s) + M^T sum exp(s) i to the
 numerator. M, in `projection_bits`, and b are fitted to the prompt by least squares, for each layer,
-KV head and sequence. The estimate is biased and has no sampling error.
+KV head and sequence. The estimate is biased and has no sampling error. **oracle-linear** selects by
+the true scores and estimates the others so: what the index loses as it selects.
 
 Kin: SparQ gives the unread mass one mean value. AQUA-KV (2501.19392) predicts keys and values
 linearly, trained beforehand, and stores what is left; SpeCache (2503.16163) fetches the best rows
@@ -22,10 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.base import Calibration, PromptRows, QueryRows, Rest, Selection
+from methods.base import Calibration, PromptRows, QueryRows, Rest, Selection, When
 from methods.codecs.integers import IntegerCodec
 from methods.infinigen2 import InfiniGen2, InfiniGen2State, coded_product
 from methods.projection import tokens_of
+from methods.settings import one_of, setting
 
 RIDGE = 0.05
 """Added to the diagonal of the partial keys' covariance in the fit, as a share of its mean."""
@@ -172,3 +174,31 @@ class InfiniGen2Linear(InfiniGen2):
 
     title = "InfiniGen2, linear rest"
     state = LinearRestState
+
+
+class OracleLinearState(LinearRestState):
+    """The true scores select, and the index estimates what they leave."""
+
+    replayable = True
+
+    def select(self, layer: int, rows: QueryRows) -> Selection:
+        true_scores = rows.true_scores().clone()
+        selection = self.method.choose(true_scores, rows, self.lengths.final, self.geometry)
+        rest = self.estimated_rest(layer, self.scores(layer, rows), selection, rows)
+        every_key = self.geometry.every_key(rows.positions)
+        side = every_key + self.index_read(layer, rows.positions)
+        return selection._replace(rest=rest, side=side)
+
+
+@dataclass(frozen=True)
+class OracleLinear(InfiniGen2Linear):
+    """Selects by the true scores, and estimates the others by the linear fit.
+
+    Keeps: as `infinigen2-linear`
+    Reads: the best by the true scores; the others are estimated
+    """
+
+    when: When = setting("true_scores", "the scores that select", one_of("true_scores"))
+
+    title = "Oracle, linear rest"
+    state = OracleLinearState

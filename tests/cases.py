@@ -30,7 +30,7 @@ from methods.infinigen2 import InfiniGen2Sampled
 from methods.infinigen_pool import InfiniGenPool
 from methods.kascade import Kascade
 from methods.kvzip import KVzip
-from methods.linear_rest import InfiniGen2Linear
+from methods.linear_rest import InfiniGen2Linear, OracleLinear
 from methods.loki import Loki
 from methods.oracle import Oracle, OracleSampled
 from methods.pariskv import ParisKV
@@ -329,6 +329,7 @@ CASES = {
         InfiniGen2Sampled(budget=0.4, partial_weight_ratio=0.3, index_bits=None, projection_bits=None)
     ),
     "infinigen-linear": Case(InfiniGen2Linear(budget=0.4)),
+    "oracle-linear": Case(OracleLinear(budget=0.3)),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, budget=0.4), Smooth()),
     "infinigen+int4": Case(InfiniGen(alpha=0.3, budget=0.4), IntegerCodec("int4")),
     "infinigen+layers": Case(InfiniGen(alpha=0.3, budget=0.4), LayerCodecs(Smooth(), (NamedLayers(3, None, ROUGH),))),

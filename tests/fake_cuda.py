@@ -163,7 +163,7 @@ def host_reaches(clock: Counter[int]) -> None:
 class Event:
     """The clock of a stream when it was recorded."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, external: bool = False) -> None:
         self.clock: Counter[int] = Counter()
         self.capture: Capture | None = None
 
@@ -270,6 +270,7 @@ def fake_streams() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(torch.cuda, "stream", Streams.on)
         patch.setattr(torch.cuda, "graph", Capture)
         patch.setattr(torch.cuda, "current_stream", Streams.current)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Capture.holds(Streams.current()))
         patch.setattr(torch.cuda, "synchronize", Streams.synchronize)
         patch.setattr(torch.Tensor, "record_stream", Streams.record)
         Streams.stack, Streams.recorded, Streams.used = [Stream()], set(), []

@@ -117,7 +117,12 @@ def attach(
         cached = CachedModel(
             attached,
             setup,
-            {"placement": config.placement, "link": link, "pinned": platform.pinned},
+            {
+                "placement": config.placement,
+                "link": link,
+                "pinned": platform.pinned,
+                "graphs": platform.replays_steps,
+            },
             asked,
             nearest=config.budget_rule == "nearest",
             max_new_tokens=max_new_tokens,

@@ -5,7 +5,8 @@ kind runs as it is: kernels compile, and libraries make their workspaces. The se
 and it and all later ones are replayed. Recording runs a step's Python, but nothing on the device;
 replaying runs the device, but no Python. So what Python notes in a step is kept with the recording,
 and noted again at each replay: how many steps there were, which rows are under way, which buffers
-are free, and how many rows crossed the link.
+are free, and how many rows crossed the link. A marked step is recorded with events between its
+segments and around its transfers, and replayed once: they cost time, so no other step has them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ import torch
 from torch import Tensor
 
 from harness.decode.cache import Fetch
+from harness.decode.links import LinkUse
 from harness.decode.timeline import Timeline
 
 if TYPE_CHECKING:
     from harness.decode.session import LiveSession
 
 log = logging.getLogger(__name__)
+
+BUCKET = 128
+"""Generated tokens after which the first bucket of a text ends; a timed run has one for all."""
+LEAST_TOKENS = 16
+"""New tokens for which recording pays: it takes as long as a few steps by Python."""
 
 
 class HostState(NamedTuple):
@@ -92,6 +99,16 @@ class Recorded(NamedTuple):
     end: HostState
 
 
+class Marked(NamedTuple):
+    """A step with its parts. segments: seconds, by `SEGMENTS`. busy_s, span_s: as of `LinkUse`; 0
+    without a link."""
+
+    logits: Tensor
+    segments: dict[str, float]
+    busy_s: float
+    span_s: float
+
+
 class StepGraphs:
     """Runs the decode steps of a session, whose `bucket` is not 0.
 
@@ -122,6 +139,32 @@ class StepGraphs:
             if recorded is None:
                 return self.session.run_step(self.ids)
             self.recorded[kind] = recorded
+        return self._replay(recorded, begin)
+
+    @torch.inference_mode()
+    def marked_step(self, ids: Tensor) -> Marked | None:
+        """`step`, recorded anew with its marks; None where CUDA refuses to record it. Waits for its
+        end. Steps have been replayed before.
+        """
+        session = self.session
+        assert self.ids is not None, "steps have run before"
+        self.ids.copy_(ids)
+        begin = HostState.of(session)
+        timeline = Timeline(session.attached.device)
+        use = None if session.link is None else LinkUse(session.link)
+        recorded = self._record(begin, timeline, use)
+        if recorded is None:
+            return None
+        if use is not None:
+            use.begin()
+        logits = self._replay(recorded, begin)
+        if use is not None:
+            use.mark()
+        (segments,) = timeline.take()
+        busy_s, span_s = (0.0, 0.0) if use is None else (use.busy_s, use.span_s)
+        return Marked(logits, segments, busy_s, span_s)
+
+    def _replay(self, recorded: Recorded, begin: HostState) -> Tensor:
         recorded.graph.replay()
         begin.after(recorded.begin, recorded.end).give_to(self.session)
         return recorded.logits.clone()
@@ -140,15 +183,22 @@ class StepGraphs:
         under_way = tuple(fetch and (fetch.count, id(fetch.shared)) for fetch in begin.pending)
         return batch.limit(), batch.limit(1), self.session.is_last_step, buffers, under_way
 
-    def _record(self, begin: HostState) -> Recorded | None:
-        """Record a step. None where CUDA refuses it; the host is then as before."""
+    def _record(
+        self, begin: HostState, timeline: Timeline | None = None, use: LinkUse | None = None
+    ) -> Recorded | None:
+        """Record a step. None where CUDA refuses it; the host is then as before.
+
+        timeline, use: take its marks and its transfers; None: it has no events, which cost time.
+        """
         try:
             graph = torch.cuda.CUDAGraph()
             with (
-                self._unwatched(),
+                self._watched(timeline, use),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
                 assert self.ids is not None, "a step of this kind has run"
+                if timeline is not None:
+                    timeline.begin_step()
                 logits = self.session.run_step(self.ids)
         except RuntimeError as error:
             self.failure = str(error).splitlines()[0]
@@ -159,13 +209,13 @@ class StepGraphs:
         return Recorded(graph, logits, begin, HostState.of(self.session))
 
     @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        """Within it no segment and no transfer is timed: an event of a graph tells no time. And no
-        memory is collected, which may wait for the device."""
-        session = self.session
-        timeline, session.timeline = session.timeline, Timeline(session.attached.device)
-        if session.link is not None:
-            uses, session.link.uses = session.link.uses, ()
+    def _watched(self, timeline: Timeline | None, use: LinkUse | None) -> Iterator[None]:
+        """Within it segments and transfers are timed by these alone. And no memory is collected,
+        which may wait for the device."""
+        session, link = self.session, self.session.link
+        before, session.timeline = session.timeline, timeline or Timeline(session.attached.device)
+        if link is not None:
+            uses, link.uses = link.uses, () if use is None else (use,)
         was_collecting = gc.isenabled()
         gc.disable()
         try:
@@ -173,6 +223,6 @@ class StepGraphs:
         finally:
             if was_collecting:
                 gc.enable()
-            session.timeline = timeline
-            if session.link is not None:
-                session.link.uses = uses
+            session.timeline = before
+            if link is not None:
+                link.uses = uses

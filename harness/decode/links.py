@@ -324,10 +324,12 @@ class CudaLink(Link):
             move()
             end = torch.cuda.Event(enable_timing=bool(uses))  # which costs more
             end.record(stream)
+            # Within a graph the event that is waited for tells no time.
+            ended = now(self.device) if uses and torch.cuda.is_current_stream_capturing() else end
         for tensor in used:
             tensor.record_stream(stream)
         for use in uses:
-            use.add(start, end)
+            use.add(start, ended)
         return end
 
     def finish(self, started: torch.cuda.Event) -> None:

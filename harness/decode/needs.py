@@ -86,7 +86,8 @@ class Needs(NamedTuple):
     resident: int
     """Exact rows and lists of the GPU cache, on the device."""
     workspace: int
-    """Activations, on the device."""
+    """Activations of the prompt's pass, on the device. Recording a step as a CUDA graph first gives
+    them back, and the step's, of far fewer tokens, lie there."""
     weights: int
     """The model, on the device."""
     kept: int = 0

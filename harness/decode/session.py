@@ -21,7 +21,7 @@ from torch.nn.attention import sdpa_kernel
 from harness.decode import memory
 from harness.decode.cache import AheadFetcher, AheadPart, Fetcher, LayerCache
 from harness.decode.gpu_cache import GpuCacheFetcher
-from harness.decode.graphs import StepGraphs
+from harness.decode.graphs import BUCKET, LEAST_TOKENS, StepGraphs
 from harness.decode.links import DiskLink, Link, LinkUse
 from harness.decode.memory import PinnedSlab
 from harness.decode.needs import Needs, Plan, sizes_of
@@ -56,9 +56,9 @@ class LiveSession:
     host memory is page-locked under CUDA, so that transfers can overlap. slabs: at most one, for
     sessions one after another, as locking takes seconds: a session takes the slab that it finds and
     leaves its own, and the caller closes it. timeline: marks the segments of
-    each step. bucket: as in `TokenBatch`, where nothing speaks against it (`why_eager`). graphs:
-    with a bucket, steps are recorded and replayed (`StepGraphs`). Raises ValueError for
-    combinations without meaning.
+    each step. graphs: steps are recorded and replayed (`StepGraphs`), where nothing speaks against
+    it (`why_eager`). bucket: as in `TokenBatch`, likewise; 0: none, or with graphs `BUCKET` for
+    `LEAST_TOKENS` and more. Raises ValueError for combinations without meaning.
 
     Set by the prompt: share: what its layers share. caches: of each attention layer; stores: of
     those that see every token. reads: what the steps read on the device. traffic: what crossed the
@@ -106,6 +106,8 @@ class LiveSession:
         why_eager = self.why_eager()
         if graphs and why_eager:
             log.warning("decode steps run by Python, not as CUDA graphs: %s", why_eager)
+        if graphs and not bucket and max_new_tokens >= LEAST_TOKENS:
+            bucket = BUCKET
         self.bucket = 0 if why_eager else bucket
         self.graphs = StepGraphs(self) if self.bucket and graphs else None
         self.slabs = slabs

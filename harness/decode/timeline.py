@@ -100,10 +100,12 @@ class StepClock:
 
 
 def now(device: torch.device) -> Any:
-    """A time: on CUDA an event on the current stream of the device."""
+    """A time: on CUDA an event on the current stream of the device. While that records a CUDA
+    graph, each replay has its own."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    recording = torch.cuda.is_current_stream_capturing()
+    event = torch.cuda.Event(enable_timing=True, external=recording)
     event.record(torch.cuda.current_stream(device))
     return event
 

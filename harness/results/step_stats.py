@@ -85,10 +85,12 @@ def stats_of(session: LiveSession) -> StepStats:
     session.drain()
     clock, is_on_disk = session.clock, session.placement == "disk"
     use = session.link_use
+    is_replayed = session.graphs is not None and session.graphs.recorded
+    timed = None if is_replayed else use  # no event lies around a replayed step's transfers
     rows = session.rows_found, session.rows_read
     return StepStats(
         **times_of(clock.ttft_s, clock.step_s, batch_size=len(session.batch.prompts)),
-        link_utilisation=None if use is None else ratio(use.busy_s, use.span_s),
+        link_utilisation=None if timed is None else ratio(timed.busy_s, timed.span_s),
         hit_rate=None if use is None else ratio(*map(float, rows)),
         host_kv_bytes=session.host_bytes,
         device_kv_bytes=session.device_bytes,

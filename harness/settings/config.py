@@ -280,8 +280,8 @@ class SamplingConfig:
 class PlatformConfig:
     """The machine on which a run computes: `cpu`, `cuda`, or one that is modelled.
 
-    device_gib: of an emulated device on a CPU, or of a smaller CUDA card. graphs: whether timed
-    runs replay their decode steps as CUDA graphs, where the method allows it. sheet: of a machine
+    device_gib: of an emulated device on a CPU, or of a smaller CUDA card. graphs: whether decode
+    steps are replayed as CUDA graphs, where the method allows it. sheet: of a machine
     that is modelled, its file in `conf/platform`, for the cost model; None for one that runs.
     """
 
@@ -296,6 +296,11 @@ class PlatformConfig:
     disk_dir: FolderText | None = None
     graphs: Literal["off", "auto"] = "off"
     sheet: Mapping[str, Any] | None = None
+
+    @property
+    def replays_steps(self) -> bool:
+        """Whether decode steps are to be replayed. Those of streamed weights are not."""
+        return self.graphs == "auto" and self.weights_on_device == 1
 
 
 @dataclass(frozen=True)

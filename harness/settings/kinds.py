@@ -302,8 +302,9 @@ def _of_links(config: RunConfig) -> Rules:
     yield "platform.weights_on_device", streams and placement != "host", no_weights
     own_rate = "placement=disk has the disk's own rate; leave it null"
     yield "platform.link_gbps", platform.link_gbps and on_disk, own_rate
-    graphs = platform.graphs != "off" and (name != "cuda" or config.kind != "latency")
-    yield "platform.graphs", graphs, "is for timed runs on platform=cuda; leave it off"
+    decodes = name == "cuda" and config.kind in ("latency", "generate")
+    graphs = "is for experiment=latency and generate on platform=cuda; leave it off"
+    yield "platform.graphs", platform.graphs != "off" and not decodes, graphs
     yield "platform.disk_dir", platform.disk_dir and not on_disk, "is for placement=disk alone"
     of_card = platform.device_gib and name == "cuda" and not managed and not config.latency.largest
     smaller = "is for placement=managed and batch_size=largest; leave it null"

@@ -176,7 +176,12 @@ def live(
     pinned, share = config.platform.pinned, config.platform.weights_on_device
     with opened(config, loaded, decode_rows) as (attached, setup, _, link):
         open_session = partial(
-            setup.live, attached, placement=config.placement, link=link, pinned=pinned
+            setup.live,
+            attached,
+            placement=config.placement,
+            link=link,
+            pinned=pinned,
+            graphs=config.platform.replays_steps,
         )
         with streamed_weights(attached, link, share, pinned=pinned) as weights:
             yield open_session, weights

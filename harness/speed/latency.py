@@ -88,7 +88,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
                 config.placement,
                 platform.pinned,
                 platform.weights_on_device,
-                graphs=platform.graphs == "auto" and platform.weights_on_device == 1,
+                graphs=platform.replays_steps,
             )
             return time_run(attached, prompt, run, link=link)
 

@@ -18,9 +18,10 @@ step_s: one decode step: choosing the token, the forward pass, and every wait fo
 decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their
   number. tokens_per_s: of gen_len tokens, likewise.
 segments: seconds of a timed step by `harness.decode.timeline.SEGMENTS`; they sum to it.
-  exposed_transfer_s is `transfer`. Under managed placement the driver moves pages: a fault stalls
-  the kernel that meets it, no byte is counted, and peak_device_bytes, torch's, leaves out the
-  cache.
+  exposed_transfer_s is `transfer`. Replayed steps have no events within them: their segments and
+  the link's use are those of `MARKED_STEPS` more, None where gen_len has no room for these. Under
+  managed placement the driver moves pages: a fault stalls the kernel that meets it, no byte is
+  counted, and peak_device_bytes, torch's, leaves out the cache.
 h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back; late_bytes: those of
   h2d_bytes that a layer asked for by its own query, for which it waits. device_read_bytes: read in
   device memory. weight_bytes: streamed weights; weights_on_device: the share of the decoder layers'
@@ -53,6 +54,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from harness.decode.graphs import Marked
 from harness.decode.links import Link
 from harness.decode.memory import PinnedSlab
 from harness.decode.session import LiveSession
@@ -66,6 +68,9 @@ from harness.results.step_stats import deviation, ratio, times_of
 from harness.settings.config import LatencyConfig, Placement
 
 REPLAYED = "CUDA graphs"
+MARKED_STEPS = 2
+"""Steps of a repeat after those that are timed, whose parts stand for theirs, if these are
+replayed."""
 
 
 class TimedRun(NamedTuple):
@@ -102,8 +107,9 @@ class _Repeat(NamedTuple):
     """One repeat: a session from its prompt to its last timed step.
 
     decoding_s: of all num_steps steps, warm-up included. counts: by name, what the timed steps
-    moved and read; None for what has no meaning. timed_busy_s, timed_span_s: of the timed steps,
-    seconds in which the link was busy, and all. steps_by: see `_steps_by`.
+    moved and read; None for what has no meaning. segments: of timed or marked steps. timed_busy_s,
+    timed_span_s: of the timed steps, seconds in which the link was busy, and all. steps_by: see
+    `_steps_by`.
     kept: the cache's bytes, and tokens evicted, by column.
     """
 
@@ -238,6 +244,13 @@ def _time_repeat(
         counts: dict[str, int | None] = {}
         for name, count in _counts(session, weights, run).items():
             counts[name] = None if count is None else round(float(count - counts_before[name]))
+        steps_by = _steps_by(session, run)
+        if steps_by == REPLAYED:
+            marked = _marked_steps(session, logits)
+            segments = [step.segments for step in marked]
+            if marked:
+                timed_busy_s = statistics.fmean(step.busy_s for step in marked) * len(step_s)
+                timed_span_s = statistics.fmean(step.span_s for step in marked) * len(step_s)
         return _Repeat(
             begin_s=begin_s,
             decoding_s=before - decoding_began,
@@ -246,7 +259,7 @@ def _time_repeat(
             counts=counts,
             timed_busy_s=timed_busy_s,
             timed_span_s=timed_span_s,
-            steps_by=_steps_by(session, run),
+            steps_by=steps_by,
             kept={
                 "host_kv_bytes": session.host_bytes,
                 "disk_kv_bytes": session.disk_bytes or None,
@@ -273,9 +286,9 @@ def _timing(
     num_steps = shape.gen_len - 1
     crosses = run.placement != "managed"
     steps_by = repeats[0].steps_by
-    is_marked = steps_by != REPLAYED  # else no event lies within a step
     timed = [seconds for repeat in repeats for seconds in repeat.step_s]
     segments = [step for repeat in repeats for step in repeat.segments]
+    is_marked = bool(segments)  # else no event lies within a step
     ttft_s = [of_pass + repeat.begin_s for of_pass, repeat in zip(dense_s, repeats, strict=True)]
     medians = [statistics.median(repeat.step_s) for repeat in repeats]
     counts: dict[str, int | None] = {}
@@ -289,7 +302,9 @@ def _timing(
         statistics.fmean(ttft_s), timed, batch_size=shape.batch_size, num_steps=num_steps
     )
     rows_read, rows_found = counts.pop("rows_read"), counts.pop("rows_found")
-    waited_s = sum(step["transfer"] for step in segments) if timed_busy_s else 0.0
+    waited_s = 0.0  # in a step
+    if timed_busy_s and is_marked:
+        waited_s = statistics.fmean(step["transfer"] for step in segments)
     metrics: dict[str, Any] = {
         "batch_size": shape.batch_size,
         "prompt_len": shape.prompt_len,
@@ -311,15 +326,17 @@ def _timing(
         "link_utilisation": ratio(timed_busy_s, timed_span_s) if is_marked else None,
         "hit_rate": None if rows_read is None else ratio(rows_found or 0, rows_read),
         **repeats[0].kept,  # all repeats keep the same bytes
-        "exposed_transfer_s": waited_s / len(timed) * num_steps if crosses and is_marked else None,
+        "exposed_transfer_s": waited_s * num_steps if crosses and is_marked else None,
         "link_bytes_per_s": ratio(crossed, timed_busy_s) if is_marked else None,
         "peak_device_bytes": max(repeat.peak_device_bytes for repeat in repeats),
         "budget": sum(repeat.num_steps * repeat.budget for repeat in repeats) / all_steps,
         "device_frac": sum(repeat.num_steps * repeat.device_frac for repeat in repeats) / all_steps,
     }
     for name in SEGMENTS:
-        of_step = statistics.median(step[name] for step in segments)
-        metrics[f"{name}_s"] = of_step / num_layers if is_marked else None
+        metrics[f"{name}_s"] = None
+        if is_marked:
+            of_step = statistics.median(step[name] for step in segments)
+            metrics[f"{name}_s"] = of_step / num_layers
     if not run.setup.method.names_rows:
         metrics["prediction_s"] = None
     if not crosses:
@@ -363,6 +380,19 @@ def _peak_device_bytes(session: LiveSession, weights: StreamedWeights | None) ->
     away = weights.host_bytes - weights.device_bytes if weights else 0
     whole = sum(weight.nbytes for weight in attached.model.parameters())
     return whole - away + session.device_bytes
+
+
+def _marked_steps(session: LiveSession, logits: Tensor) -> list[Marked]:
+    """Replayed steps with their parts, after those that are timed. logits: of the last of these."""
+    marked: list[Marked] = []
+    assert session.graphs is not None, "steps were replayed"
+    while len(marked) < MARKED_STEPS and session.steps + 1 < session.max_new_tokens:
+        step = session.graphs.marked_step(logits.argmax(-1))
+        if step is None:
+            break
+        marked.append(step)
+        logits = step.logits
+    return marked
 
 
 def _steps_by(session: LiveSession, run: TimedRun) -> str:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from harness.checks.two_ways import Trial
+from harness.decode.graphs import LEAST_TOKENS
 from harness.decode.links import open_link
 from harness.decode.session import LiveSession
+from harness.decode.timeline import now, seconds
 from harness.model.attach import attach
 from harness.replay.setup import Setup
 from tests.cases import CASES, Case
@@ -117,3 +119,21 @@ def test_replayed_steps_are_those_of_python_on_a_gpu(attached, link, name, gpu_c
         session.close()
     (expected, *others), (replayed, *of_replay) = found
     assert torch.equal(replayed, expected) and of_replay == others
+
+
+@gpu
+def test_the_parts_of_a_replayed_step_sum_to_it_on_a_gpu(attached, link):
+    """Events within a graph tell the times of its last replay."""
+    ids, real = (tensor.to(attached.device) for tensor in token_batch(PROMPT_LENGTHS))
+    options = {"placement": "host", "link": link, "calibration": calibration_on(attached), "graphs": True}
+    session = LiveSession(attached, CASES["infinigen"].method, max_new_tokens=LEAST_TOKENS, **options)
+    session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+    for _ in range(6):
+        session.decode_step(ids[:, PROMPT])
+    began = now(attached.device)
+    marked = session.graphs.marked_step(ids[:, PROMPT])
+    took_s = seconds(began, now(attached.device))
+    assert session.graphs.recorded and marked is not None and session.steps == 7
+    assert marked.segments["attention"] > 0 and sum(marked.segments.values()) < took_s
+    assert 0 < marked.busy_s <= marked.span_s < took_s
+    session.close()

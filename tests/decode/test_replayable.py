@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 from harness.decode import cache, store
 from harness.decode import gpu_cache as gpu_cache_module
 from harness.decode.gpu_cache import missing_rows
+from harness.decode.graphs import BUCKET, LEAST_TOKENS
 from harness.decode.links import CudaLink, Link
 from harness.decode.store import KVStore
+from harness.decode.timeline import SEGMENTS
 from harness.model.attach import attach
 from tests.cases import CASES, WIDE
 from tests.decode.test_fake_cuda import fake_tiny, gpu, opened  # noqa: F401
@@ -72,6 +74,13 @@ def test_steps_that_cannot_be_replayed_have_no_bucket():
             session = open_live(attached, CASES[name], bucket=STEPS)
             assert bool(session.why_eager()) == (name in EAGER)
             assert session.bucket == (0 if name in EAGER else STEPS)
+
+
+@pytest.mark.parametrize(("steps", "bucket"), [(LEAST_TOKENS - 1, 0), (LEAST_TOKENS, BUCKET)])
+def test_steps_are_recorded_where_it_pays(steps, bucket):
+    with attach(tiny("gqa")) as attached:
+        session = open_live(attached, CASES["full"], steps, graphs=True)
+        assert (session.bucket, session.graphs is not None) == (bucket, bucket > 0)
 
 
 @pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
@@ -292,7 +301,9 @@ def test_replayed_steps_are_those_of_python(name, gpu_cache):
             options = {"placement": "host", "gpu_cache": gpu_cache, "link": NowLink(), "bucket": 4, "graphs": graphs}
             with closing(open_live(attached, CASES[name], steps, **options)) as session:
                 logits = [session.prefill(ids[:, :columns], real[:, :columns])]
-                logits += [session.decode_step(ids[:, columns + step]) for step in range(steps - 1)]
+                logits += [session.decode_step(ids[:, columns + step]) for step in range(steps - 3)]
+                for token in ids[:, -3:-1].T:
+                    logits.append(session.graphs.marked_step(token).logits if graphs else session.decode_step(token))
                 rows = [int(count.num_rows) for count in session.traffic.counts]
                 found.append((torch.stack(logits), rows, session.reads.budget, session.steps))
     (expected, *others), (replayed, *of_replay) = found
@@ -312,6 +323,8 @@ def test_what_cuda_refuses_to_record_runs_by_python(gpu, monkeypatch, is_joined)
             session.decode_step(token)
         assert session.steps == 7 and bool(session.graphs.recorded) == is_joined
         assert (session.graphs.failure is None) == is_joined
+        marked = session.graphs.marked_step(token) if is_joined else None
+        assert marked is None or (set(marked.segments) == set(SEGMENTS) and session.steps == 8)
 
 
 # Buckets

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from scipy.special import softmax
 
 from harness.model.attention import with_rest
 from methods.attention import Softmax
 from methods.base import Geometry, Lengths, PromptRows, QueryRows, Rest, TokenCounts
 from methods.infinigen2 import balanced, moments
-from methods.linear_rest import RIDGE, InfiniGen2Linear
+from methods.linear_rest import RIDGE, InfiniGen2Linear, OracleLinear
 from methods.retroinfer import RetroInfer
 from tests.cases import Case
 from tests.living import attached_with_link, live, replay, tiny
@@ -190,9 +191,11 @@ def plain_fit(partial: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.nd
     return slope, value.mean(0) - partial.mean(0) @ slope
 
 
-@pytest.mark.parametrize("model", ["gqa", "opt"])
-def test_every_row_attends_to_what_it_reads_and_to_a_fitted_rest(model):
-    method = InfiniGen2Linear(budget=0.3, **FLOATS)
+@pytest.mark.parametrize(
+    ("model", "kind"), [("gqa", InfiniGen2Linear), ("opt", InfiniGen2Linear), ("gqa", OracleLinear)]
+)
+def test_every_row_attends_to_what_it_reads_and_to_a_fitted_rest(model, kind):
+    method = kind(budget=0.3, **FLOATS)
     geometry, found = replayed(tiny(model), Case(method))
     for layer, sequences in found.items():
         for (prompt, length), sequence in zip(BATCH, sequences, strict=True):
@@ -214,6 +217,9 @@ def test_every_row_attends_to_what_it_reads_and_to_a_fitted_rest(model):
                 centred, mean = key - key[:prompt].mean(0), key[:prompt].mean(0)
                 for t in range(prompt, length):
                     read = sequence.read[kv][t - prompt]
+                    if kind is OracleLinear:
+                        likely = softmax(query[:, t] @ key[:t].T, axis=-1).sum(0)
+                        assert {*np.argsort(-likely)[: len(read)]} == {*read} and len(read) < t
                     for head, own in enumerate(query[:, t]):
                         total, whole = np.zeros(value.shape[1]), 0.0
                         for token in range(t + 1):

@@ -12,8 +12,9 @@ import torch
 
 from benchmarks.gpu import TINY
 from harness import files
-from harness.decode.graphs import StepGraphs
+from harness.decode.graphs import Marked, StepGraphs
 from harness.decode.links import open_link
+from harness.decode.timeline import SEGMENTS
 from harness.errors import UserError
 from harness.model import load as models
 from harness.model.attach import attach
@@ -126,15 +127,33 @@ def test_metrics_are_those_of_the_raw_times(timed):
     assert 0.3 * metrics["tpot_p50_s"] < 4 * block < 3 * metrics["tpot_p50_s"]
 
 
-def test_replayed_steps_have_a_time_and_no_parts(timed, monkeypatch):
-    """No event lies within a step that a graph runs."""
+@pytest.mark.parametrize("steps", [4, 9], ids=["marked", "no room"])
+def test_the_parts_of_replayed_steps_are_those_of_marked_ones(timed, monkeypatch, steps):
+    """No event lies within a step that a graph runs. Two steps are run by Python, 4 or 9 timed, of 11."""
+    segments = dict.fromkeys(SEGMENTS, 0.25) | {"attention": 0.5}
     monkeypatch.setattr(StepGraphs, "step", lambda graphs, ids: graphs.session.run_step(ids))
-    metrics, samples = timed(Full(), graphs=True)
-    by_python, of_python = timed(Full())
+
+    def marked_step(graphs, ids):
+        return Marked(graphs.session.decode_step(ids), segments, busy_s=1.0, span_s=2.0)
+
+    monkeypatch.setattr(StepGraphs, "marked_step", marked_step)
+    shape = replace(SHAPE, timed_steps=steps)
+    metrics, samples = timed(Full(), shape, graphs=True)
+    by_python, of_python = timed(Full(), shape)
     assert (samples["steps_by"], of_python["steps_by"]) == ("CUDA graphs", "Python")
+<<<<<<< HEAD
     of_parts = ["attention_s", "transfer_s", "link_utilisation", "link_bytes_per_s", "exposed_transfer_s"]
     assert all(metrics[name] is None and by_python[name] is not None for name in of_parts)
     counted = ["h2d_bytes", "d2h_bytes", "budget", "device_kv_bytes", "num_timed_steps"]
+=======
+    of_parts = ["attention_s", "ffn_s", "transfer_s", "other_s", "link_utilisation", "exposed_transfer_s"]
+    found = [metrics[name] for name in of_parts]
+    is_marked = steps == 4
+    assert found == ([0.125, 0.0625, 0.0625, 0.0625, 0.5, 0.25 * 11] if is_marked else [None] * 6)
+    assert (metrics["link_bytes_per_s"] is None) != is_marked
+    assert all(by_python[name] is not None for name in of_parts)
+    counted = ["h2d_bytes", "d2h_bytes", "device_kv_bytes", "num_timed_steps"]
+>>>>>>> g-1
     assert [metrics[name] for name in counted] == [by_python[name] for name in counted]
 
 
@@ -236,7 +255,7 @@ REFUSED = {
     "gpu_cache=2: placement=managed fetches no": [*ON_CUDA, "placement=managed", "gpu_cache=2"],
     "overlap=false: .*no link; use placement=host": [*ON_CUDA, "placement=managed", "platform.overlap=false"],
     "platform.device_gib=48: is for placement=managed": [*ON_CUDA, "system=offload", "platform.device_gib=48"],
-    "platform.graphs=auto: is for timed runs on platform=cuda": ["platform.graphs=auto"],
+    "platform.graphs=auto: is for experiment=latency and generate on platform=cuda": ["platform.graphs=auto"],
     "warmup_steps=2: must be at least 4 with platform.graphs=auto": [*ON_CUDA, "platform.graphs=auto"],
     "platform.weights_on_device=0.5: an emulated device": ["platform.device_gib=48", "platform.weights_on_device=0.5"],
 }  # fmt: skip
