@@ -66,6 +66,12 @@ FEWSHOT_SEED = 1234
 NUMPY_SEED = 1234
 """lm-eval's defaults, to which `seed` is added: with seed=0 examples and generated rows are those
 of lm-eval."""
+EXECUTE_NOTHING = tuple(
+    f"longproc_{kind}"
+    for kind in ("html_to_tsv", "path_traversal", "tom_tracking", "travel_planning")
+)
+"""Tasks that compare texts. lm-eval marks all of LongProc as executing code, of which two kinds
+do."""
 EXAMPLE_ROLES = ("training_split", "validation_split", "fewshot_split")
 """Splits that a task does without where they are not among its local files."""
 NO_LABEL = -1
@@ -232,7 +238,8 @@ class _Planner(TaskFactory):
         if name in own_tasks() and name not in self._folder:
             own, given = own_tasks()[name], self._config.num_fewshot
             count = own["num_fewshot"] if given is None else given
-            entry = Entry(name, Kind.TASK, location() / own["yaml"])
+            folder = Path(__file__).parent if own.get("is_ours") else location()
+            entry = Entry(name, Kind.TASK, folder / own["yaml"])
             leaf = self._build_task(entry, {"task": name, "num_fewshot": count})
             return leaf._replace(labels=own.get("labels", ()))
         check_names([name], self._config.task.include_path)
@@ -289,7 +296,7 @@ class _Planner(TaskFactory):
 
     def _why_not(self, name: str, task: Mapping[str, Any]) -> str | None:
         """Why a task with this YAML, functions unresolved, cannot run; None where it can."""
-        if task.get("unsafe_code"):
+        if task.get("unsafe_code") and not name.startswith(EXECUTE_NOTHING):
             return "executes the code that a model writes, which is not offered"
         if task.get("doc_to_image") or task.get("doc_to_audio"):
             return NEEDS_MEDIA

@@ -100,6 +100,7 @@ SCORES = (
     Metric("known_budget", "budget where the question is known", PERCENT, 1),
     Metric("generated_tokens", "generated", TOKENS, 1),
     Metric("at_limit", "answers at the limit of tokens", PERCENT, 1),
+    Metric("answer_bytes", "read by an answer's steps", IN_MIB, 1),
     Metric("perplexity", "perplexity", NUMBER, 3),
     Metric("perplexity_full", "full cache's perplexity", NUMBER, 3),
     KL,

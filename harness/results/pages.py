@@ -43,7 +43,7 @@ from harness.settings.kinds import KINDS
 
 KEY = ["task", "metric"]
 """Of a column of accuracy."""
-LENGTHS = ("generated_tokens", "at_limit")
+LENGTHS = ("generated_tokens", "at_limit", "answer_bytes")
 """Metrics of `METRICS` that say how long answers are: a sheet of their own beside several tasks."""
 BRIEF = (
     "kl_nats", "perplexity", "acc", "exact_match", "text_perplexity", "first_divergence",

@@ -42,7 +42,7 @@ UNKNOWN, KNOWN, LESS = "unknown", "known", "unknown_less_known"
 """Whether the method knew the question when it reduced the cache, and the difference; see
 `run_turns`."""
 NO_FILTER = "none"
-GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"
+GENERATED_TOKENS, AT_LIMIT, ANSWER_BYTES = "generated_tokens", "at_limit", "answer_bytes"
 """Metrics of every generated answer: its tokens, the one that ended it included, and whether
 `max_gen_toks` did."""
 QUESTION_LETTERS = CONTEXT_LETTERS = 240
@@ -249,9 +249,10 @@ def run_task(task: Task, lm: ReplayLM) -> tuple[Metrics, Metrics, Samples]:
             repeats.append(measured(results["results"][name], logged))
     found, by_question = joined(repeats)
     for_group = {key: value for key, value in found.items() if value is not None}
-    of_lengths, lengths = lengths_of(lm.written, repeats[0].contexts)
-    found, by_question = found | of_lengths, by_question | lengths
     first = {request.document[1]: request for request in reversed(lm.requests)}
+    lengths = lengths_of(lm.written, first, lm.reads.budget * lm.token_bytes)
+    of_lengths = means(lengths, repeats[0].contexts)
+    found, by_question = found | of_lengths, by_question | lengths
     samples = samples_of(task, repeats, by_question, first, lm.written, finder=lm.prefill.finder)
     metrics = {plain_name(key): value for key, value in found.items()}
     metrics |= {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
@@ -348,23 +349,35 @@ def joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
 
 
 def lengths_of(
-    written: Sequence[Mapping[Document, Sequence[Written]]], contexts: Mapping[int, Any]
-) -> tuple[Metrics, ByQuestion]:
-    """Tokens of the generated answers, and the share of answers that `max_gen_toks` ended; of a
-    question, the mean over its answers. {} of a task that generates none."""
+    written: Sequence[Mapping[Document, Sequence[Written]]],
+    requests: Mapping[int | None, Request],
+    read_bytes: float,
+) -> ByQuestion:
+    """Tokens of the generated answers, the share of answers that `max_gen_toks` ended, and the
+    bytes that the steps of an answer read; of a question, the mean over its answers. {} of a task
+    that generates none.
+
+    requests: the first of each question, by its number. read_bytes: of a cached token in a step,
+    the mean over the run.
+    """
     of_question: dict[int, list[Written]] = defaultdict(list)
     for repeat in written:
         for (_, question), answers in repeat.items():
             assert question is not None, "lm-eval numbers its questions"
             of_question[question] += answers
     if not of_question:
-        return {}, {}
-    tokens, at_limit = {}, {}
+        return {}
+    tokens, at_limit, read = {}, {}, {}
     for question, answers in of_question.items():
         tokens[question] = sum(len(answer.tokens) for answer in answers) / len(answers)
         at_limit[question] = sum(answer.at_limit for answer in answers) / len(answers)
-    lengths = {f"{GENERATED_TOKENS},{NO_FILTER}": tokens, f"{AT_LIMIT},{NO_FILTER}": at_limit}
-    return means(lengths, contexts), lengths
+        cached = 0  # tokens, in all steps: the first token follows from the context
+        for answer in answers:
+            first = requests[question].context_len
+            cached += sum(range(first, first + len(answer.tokens) - 1))
+        read[question] = read_bytes * cached / len(answers)
+    found = {GENERATED_TOKENS: tokens, AT_LIMIT: at_limit, ANSWER_BYTES: read}
+    return {f"{name},{NO_FILTER}": by_question for name, by_question in found.items()}
 
 
 def means(by_question: ByQuestion, contexts: Mapping[int, Any]) -> Metrics:

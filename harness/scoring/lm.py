@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.budgets import ReadStats
+from harness.model.budgets import FLOAT_BYTES, ReadStats
 from harness.model.generation import Settings
 from harness.model.load import LoadedModel
 from harness.replay.setup import prepare
@@ -46,7 +46,7 @@ class ReplayLM(ModelTexts):
     after another; a text that was scored whole has one for each of its windows. `reads` are those
     of all answers, and `method` is that of the last ones, its budget met. `written` holds the
     generated answers of each question, one list for each repeat. `truncated` holds the
-    questions whose context was cut.
+    questions whose context was cut. `token_bytes` are those of a token in the full cache.
 
     With several repeats `evaluate` asks once for each: the first time all answers are generated,
     and `repeat` says which are returned.
@@ -61,6 +61,7 @@ class ReplayLM(ModelTexts):
         self.method = config.method
         self.requests: list[Request] = []
         self.reads = ReadStats()
+        self.token_bytes = 0
         self.repeat = 0
         self.written: list[dict[Document, list[Written]]] = []
         self._bar_file = sys.stderr  # which is hidden while lm-eval asks
@@ -95,6 +96,9 @@ class ReplayLM(ModelTexts):
             say(self._planner.first_cut, self._bar_file)
         answered = bar(total=len(requests), desc=self.task, unit="answer", file=self._bar_file)
         with attach(self.loaded.model, self.loaded.prompts) as attached, answered:
+            geometry = attached.geometry
+            heads = geometry.num_layers * geometry.num_kv_heads
+            self.token_bytes = FLOAT_BYTES * heads * geometry.elements
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
             self.method = setup.method
             answers, reads = answer(requests, attached, setup, answered.update)

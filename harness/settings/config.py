@@ -149,7 +149,7 @@ AIME_TASKS = ("aime24", "aime25", "aime26")
 MADE_TASKS = (*GENERATED_TASKS, *RULER_TASKS, *REASONING_TASKS)
 """Tasks whose rows this project makes."""
 OFFLINE_TASKS = (*MADE_TASKS, *AIME_TASKS)
-TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
+TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq", "text2json")
 """Tasks that are known without lm-eval's index, which has thousands more."""
 GENERATED_NUM_SAMPLES = 128
 RULER_NUM_SAMPLES = 32
