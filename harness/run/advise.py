@@ -569,17 +569,22 @@ def _rate(asked: Sequence[str], own: Sequence[str], users: int) -> float:
 
 
 def as_data(options: Sequence[Option], left: Mapping[str, str]) -> dict[str, Any]:
-    """The answer as JSON has it, the best option first. Speeds are modelled, answers measured.
-    left: why a method has no option, by label."""
-    asked, pays = options[0].asked, pays_from(options)
+    """The answer as JSON has it. Speeds are modelled, answers measured. left: why a method has no
+    option, by label."""
+    asked, full = options[0].asked, full_on_device(options)
+    best = options[0] if not options[0].why_not else None
+    pays = pays_from(options)
     return {
         "source": "modelled",
         "model": asked.model.name,
         "platform": dict(asked.platform.sheet or {}),
         "asked": asdict(asked.advise) | _sizes(asked),
-        "context_that_fits_without_offloading": fitting_context(full_on_device(options)),
+        "fits_without_offloading": full.users >= asked.latency.batch_size,
+        "users_that_fit_without_offloading": full.users,
+        "context_that_fits_without_offloading": fitting_context(full),
         "offloading_pays_from_users": pays[0] if pays else None,
         "offloading_pays_by": pays and _data(pays[1]),
+        "recommendation": best and _data(best),
         "model_is_off": [seen._asdict() | {"times": seen.times} for seen in off_by_far(options)],
         "options": [_data(option) for option in options],
         "left_out": dict(left),

@@ -246,7 +246,8 @@ def test_the_command_prints_it(few, capfd, tmp_path):
     data = json.loads(capfd.readouterr().out)  # nothing else
     assert not [*tmp_path.iterdir()]
     assert data["source"] == "modelled" and data["asked"]["batch_size"] == 100
-    assert f"Recommendation: {data['options'][0]['label']}" in printed and len(data["options"]) > 10
+    assert f"Recommendation: {data['recommendation']['label']}" in printed and len(data["options"]) > 10
+    assert not data["fits_without_offloading"] and data["users_that_fit_without_offloading"] < 100
     assert f"100 x {data['context_that_fits_without_offloading']:,} tokens" in printed
     assert (data["offloading_pays_from_users"] is None) == ("Offloading pays at no number" in printed)
     assert all(off["times"] > advise.OFF and off["what"] in printed for off in data["model_is_off"])
