@@ -367,20 +367,21 @@ def balanced(
 
 
 def eigenvectors(matrices: Tensor) -> Tensor:
-    """Eigenvectors of symmetric matrices [..., n, n] as columns, by rising eigenvalue.
+    """Eigenvectors of positive definite matrices [..., n, n] as columns, by rising eigenvalue.
 
-    The host computes them, also those of a GPU, as many matrices at a time as torch has threads.
-    CUDA's library takes one matrix above 32 x 32 after another: 1.6 ms each of 128 x 128 on an
-    H100, 20 s of a prompt of OPT-13B at batch 8. LAPACK with more threads for one matrix is slower.
+    On a CPU as many matrices at a time as torch has threads: LAPACK with more threads for one
+    matrix is slower.
     """
+    if kernels := kernels_for(matrices):
+        return kernels.eigenvectors(matrices)
     num_threads = torch.get_num_threads()
-    parts = matrices.cpu().flatten(0, -3).tensor_split(num_threads)
+    parts = matrices.flatten(0, -3).tensor_split(num_threads)
     try:
         with ThreadPoolExecutor(num_threads, initializer=partial(torch.set_num_threads, 1)) as pool:
             found = list(pool.map(torch.linalg.eigh, parts))
     finally:
         torch.set_num_threads(num_threads)  # it is what later threads begin with
-    return torch.cat([each.eigenvectors for each in found]).view_as(matrices).to(matrices.device)
+    return torch.cat([each.eigenvectors for each in found]).view_as(matrices)
 
 
 def _with_fixed_signs(vectors: Tensor) -> Tensor:
@@ -412,14 +413,15 @@ def fitted_query_side(known: Sequence[Mapping[str, Tensor]], key_side: Tensor) -
     ridge = TIE * (index * index).sum(-2).mean(-1)[..., None, None]
     identity = torch.eye(index.shape[-1], dtype=index.dtype, device=index.device)
     covariance = index.mT @ index + ridge * identity
-    return factor @ torch.linalg.solve(covariance, index.mT).mT
+    return factor @ torch.linalg.solve_ex(covariance, index.mT).result.mT
 
 
 def _factor(moment: Tensor) -> Tensor:
-    """L, lower triangular, with L L^T = moment."""
+    """L, lower triangular, with L L^T = moment. With the ridge there is one, unless a number is not
+    finite, which a pass refuses: a check would have the host wait for the device."""
     ridge = RIDGE * moment.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=RIDGE)
     unlike = torch.linspace(1, 2, moment.shape[-1], dtype=moment.dtype, device=moment.device)
-    return torch.linalg.cholesky(moment + torch.diag_embed(ridge * unlike))
+    return torch.linalg.cholesky_ex(moment + torch.diag_embed(ridge * unlike)).L
 
 
 def coded_product(rows: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:

@@ -176,12 +176,13 @@ def launch_methods() -> None:
 
 
 def launch_samples() -> None:
-    """A weighted sample, coded partial keys, and products with coded projections, in a layer of OPT-13B: of several
-    rows, then of steps."""
+    """A weighted sample, coded partial keys, products with coded projections, and the eigenvectors of projections, in a
+    layer of OPT-13B: of several rows, then of steps."""
     from methods.kernels import (
         MOST_ROWS,
         code_distances,
         coded_product,
+        eigenvectors,
         encode,
         log_weights,
         random_numbers,
@@ -190,6 +191,8 @@ def launch_samples() -> None:
     )
 
     codec = IntegerCodec("int4", group_size=64)
+    for head_dim in (128, 80):
+        eigenvectors(torch.empty(2, 40, head_dim, head_dim, dtype=torch.float64))
     for num_rows in (1, 2048):
         encode(torch.empty(2, 40, num_rows, 64, dtype=torch.float16), 4, 64)
     side = torch.empty(2, 40, 128, codec.row_bytes(64), dtype=torch.uint8)

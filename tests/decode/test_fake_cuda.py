@@ -37,7 +37,7 @@ from tests.living import PROMPTS
 from tests.tiny_models import tiny_model
 
 pytest.importorskip("triton")
-from methods import infinigen2, kernels
+from methods import kernels
 
 pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
 
@@ -48,8 +48,6 @@ def gpu(monkeypatch) -> Iterator[Trace]:
     monkeypatch.setattr(managed, "require_managed", lambda *_: None)
     # The check of an output projection waits, once for a layer of a model.
     monkeypatch.setattr(decoder, "_require_plain", lambda *_: None)
-    # Eigenvectors come from the host's threads: a prompt waits for them, once a layer.
-    monkeypatch.setattr(infinigen2, "eigenvectors", lambda matrices: torch.linalg.eigh(matrices).eigenvectors)
     monkeypatch.setattr(
         managed, "managed_empty", lambda shape, device: torch.empty(shape, dtype=torch.uint8, device=device)
     )

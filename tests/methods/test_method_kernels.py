@@ -31,6 +31,7 @@ from tests.living import attached_with_link, live
 pytest.importorskip("triton")
 from methods import kernels
 from methods.kernels import coded as coded_kernels
+from methods.kernels import eigen as eigen_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=10, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
@@ -226,6 +227,21 @@ def test_distances_are_coded_as_by_the_torch_code():
         kernels.code_distances(values.to(DEVICE), means.to(DEVICE), codes[:, :, 2:7])
     assert int((codes[:, :, 2:7].cpu().int() - expected).abs().max()) <= 1  # a rounding on the border of two steps
     assert not codes[:, :, :2].any() and not codes[:, :, 7:].any()
+
+
+@pytest.mark.parametrize("size", [1, 7, 12])
+def test_eigenvectors_are_those_of_the_matrices(size, monkeypatch):
+    """Two eigenvalues are one in the middle, so that any turn of their vectors will do."""
+    monkeypatch.setattr(eigen_kernels, "ELEMENTS", 32)
+    generator = torch.Generator().manual_seed(size)
+    values = torch.logspace(-4, 3, size, dtype=torch.float64)
+    values[size // 2] = values[max(0, size // 2 - 1)]
+    basis = torch.linalg.qr(torch.randn(2, 1, size, size, generator=generator, dtype=torch.float64)).Q
+    matrices = basis * values @ basis.mT
+    found = kernels.eigenvectors(matrices.to(DEVICE)).cpu()
+    identity = torch.eye(size, dtype=torch.float64).expand_as(matrices)
+    torch.testing.assert_close(found.mT @ found, identity, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.mT @ matrices @ found, identity * values, rtol=1e-9, atol=1e-9)
 
 
 # Evictions
