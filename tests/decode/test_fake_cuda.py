@@ -189,15 +189,15 @@ BUDGETS = {
     "offload-pageable": (21, 21),
     "offload+int4": (18, 18),
     "offload+h2o": (18, 40),
-    "infinigen": (18, 32),
-    "infinigen-artifact": (21, 35),
-    "infinigen+reuse": (18, 32),
-    "infinigen+int4": (18, 30),
+    "infinigen": (18, 31),
+    "infinigen-artifact": (21, 34),
+    "infinigen+reuse": (18, 31),
+    "infinigen+int4": (18, 29),
     "infinigen2": (37, 34),
     "infinigen2+rows": (37, 34),
     "infinigen2-sampled": (43, 40),
-    "infinigen (device)": (18, 35),
-    "pool": (18, 63),
+    "infinigen (device)": (18, 34),
+    "pool": (18, 62),
 }
 """Launches in the first layer, which mostly reads the full cache, and in one of the others, the next layer's prediction
 included, and what torch launches to make a bias of a mask; at the shape of OPT-13B. A whole layer of a step costs them
