@@ -186,7 +186,7 @@ class Decoder:
                 return None
             given.append((hidden, embeddings, query))
         num_heads, head_dim = query.shape[1], query.shape[3]
-        scale = layer.module.scaling if layer.prescales else 1.0
+        scale = layer.softmax.scale if layer.prescales else 1.0
 
         def is_same(direct: DirectQuery) -> bool:
             try:
