@@ -180,12 +180,13 @@ def masks_and_residents(draw):
 
 
 @settings(max_examples=20)
-@given(masks_and_residents(), st.sampled_from([4, 1024]))
-def test_lists_are_those_of_the_cpu(case, block):
+@given(masks_and_residents(), st.sampled_from([4, 1024]), st.sampled_from([1, 3]))
+def test_lists_are_those_of_the_cpu(case, block, parts):
     mask, resident = case
     room = resident.shape[-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK", block)
+        patch.setattr(rows, "parts_of", lambda *_: parts)
         listed, number = rows.indices(mask.to(DEVICE), room)
         expected, num_listed = store.indices(mask, room)
         assert torch.equal(listed.cpu(), expected) and int(number.sum()) == num_listed
@@ -213,6 +214,7 @@ def compiled() -> dict[Launches, list[Binary]]:
         aot.launch_lists: 80,
         aot.launch_attention: 89,
         aot.launch_methods: 90,
+        aot.launch_long_rows: 90,
         aot.launch_samples: 80,
         aot.launch_rest: 90,
     }
@@ -241,6 +243,7 @@ def test_rows_are_moved_by_the_binaries_of_the_first_step(compiled):
         (aot.launch_lists, 2 * len(COUNTS), 2),
         (aot.launch_attention, 9, 5),
         (aot.launch_methods, 16, 8),
+        (aot.launch_long_rows, 28, 14),
         (aot.launch_samples, 17, 8),
         (aot.launch_rest, 8, 4),
     ],
