@@ -165,6 +165,19 @@ def test_live_decoding_by_the_kernels(by_kernels, monkeypatch):
     torch.testing.assert_close(on_host, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
+def test_a_gpu_cache_is_attended_to_by_the_kernels(by_kernels, monkeypatch):
+    served, attend = [], codes.attend
+    monkeypatch.setattr(codes, "attend", lambda *args: served.append(1) or attend(*args))
+    with attached_with_link("few") as (attached, link):
+        options = {"placement": "host", "link": link, "gpu_cache": 1.5}
+        got = decoded(attached, CASES["infinigen"], **options)
+        assert served
+        monkeypatch.setattr(switch, "COMPILED", set())
+        expected = decoded(attached, CASES["infinigen"], **options)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 @st.composite
 def masks_and_residents(draw):
     """A mask [batch, 1 or heads, slots], at most `room` of each head, and what is in its kept buffer."""
