@@ -178,7 +178,7 @@ def launch_methods() -> None:
 def launch_long_rows() -> None:
     """What several programs share a row of, which is split from one launch to the next."""
     from harness.decode.kernels.rows import indices
-    from methods.kernels import largest, log_weights, relative, summed_probs
+    from methods.kernels import largest, relative, summed_probs
 
     for slots in (32761, 32768):
         tokens, positions = torch.empty(1, 1, 32768, dtype=torch.int32), torch.empty(1, 1, dtype=torch.int32)
@@ -186,7 +186,6 @@ def launch_long_rows() -> None:
         relative(torch.empty(1, 8, 4, 1, slots), rows, 4.0)
         score = summed_probs(torch.empty(1, 8, 4, 1, slots), rows)
         mask, _ = largest(score, frac=0.2, least=1, whole=positions, cached=positions)
-        log_weights(score, score, mask)
         indices(mask[:, :, 0], slots // 5)
 
 

@@ -241,38 +241,22 @@ def _random_numbers(
     tl.store(found + program.to(tl.int64) * slots + slot, number, mask=slot < slots)
 
 
-@triton.jit(do_not_specialize=["slots", "parts", "part_slots"])
-def _log_weights(
-    score, ranked, mask, found, slots,
-    borders,  # of each part, fp32 [program, parts]
-    parts, part_slots,
-    TILE: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr,  # see `steps_of`
-):  # fmt: skip
-    program, part = (tl.program_id(0) // parts).to(tl.int64) * slots, tl.program_id(0) % parts
-    first = part * part_slots
-    end = tl.minimum(first + part_slots, slots)
-    if FIRST == 0:
-        left_out = tl.zeros((TILE,), tl.float32)
-        for start in range(first, end, TILE):
-            slot = start + tl.arange(0, TILE)
-            taken = tl.load(mask + program + slot, mask=slot < end, other=1) != 0
-            slot_scores = tl.load(ranked + program + slot, mask=~taken, other=0)
-            left_out = tl.maximum(left_out, slot_scores)  # hidden tokens are below 0
-        border = tl.max(left_out, 0)
-        if PARTS > 1:
-            tl.store(borders + tl.program_id(0), border)
-    if LAST == 1:
-        if PARTS > 1:
-            each = tl.arange(0, PARTS)
-            of_parts = borders + tl.program_id(0) // parts * parts + each
-            border = tl.max(tl.load(of_parts, mask=each < parts, other=0), 0)
-        for start in range(first, end, TILE):
-            slot = start + tl.arange(0, TILE)
-            taken = tl.load(mask + program + slot, mask=slot < end, other=0) != 0
-            slot_scores = tl.load(score + program + slot, mask=taken, other=1.0)
-            weight = tl.maximum(border / slot_scores, 1.0)
-            tl.store(found + program + slot, tl.log(tl.where(taken, weight, 1.0)), mask=slot < end)
+@triton.jit(do_not_specialize=["slots"])
+def _log_weights(score, ranked, mask, found, slots, TILE: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64) * slots
+    left_out = tl.zeros((TILE,), tl.float32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        taken = tl.load(mask + program + slot, mask=slot < slots, other=1) != 0
+        slot_scores = tl.load(ranked + program + slot, mask=~taken, other=0)
+        left_out = tl.maximum(left_out, slot_scores)  # hidden tokens are below 0
+    border = tl.max(left_out, 0)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        taken = tl.load(mask + program + slot, mask=slot < slots, other=0) != 0
+        slot_scores = tl.load(score + program + slot, mask=taken, other=1.0)
+        weight = tl.maximum(border / slot_scores, 1.0)
+        tl.store(found + program + slot, tl.log(tl.where(taken, weight, 1.0)), mask=slot < slots)
 
 
 @triton.jit
@@ -378,7 +362,7 @@ def parts_of(slots: int, programs: int) -> int:
 
 def steps_of(parts: int, slots: int, steps: int) -> Iterator[dict[str, int]]:
     """The launches of a kernel of so many steps: a launch a step, or one for all of a row's only
-    part."""
+    part, which needs no memory for what parts find."""
     split = {"parts": parts, "part_slots": triton.cdiv(slots, parts)}
     if parts == 1:
         yield {**split, "FIRST": 0, "LAST": steps - 1, "PARTS": 1}
@@ -405,7 +389,7 @@ def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Ten
     found = scores.new_empty((batch, sets, num_rows, slots), dtype=torch.float32)
     within = scores.new_empty((batch, sets, num_rows, parts), dtype=torch.int32)
     heads = triton.next_power_of_2(group)
-    bests = found.new_empty((*within.shape, heads))
+    bests = found if parts == 1 else found.new_empty((*within.shape, heads))
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), found, within, alpha)
     tile = max(1, coded.ELEMENTS // heads)
     shape = (slots, sets, num_rows, group, *set_strides(tokens), bests)
@@ -426,11 +410,12 @@ def summed_probs(scores: Tensor, rows: QueryRows, distances: Tensor | None = Non
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), summed)
     factors = (distances, *(distances.stride()[:2] if distances is not None else (0, 0)))
     parts = parts_of(slots, batch * sets * num_rows)
-    bests, totals = summed.new_empty((2, batch * sets * num_rows * parts, heads))
+    programs = batch * sets * num_rows * parts
+    bests, totals = (summed, summed) if parts == 1 else summed.new_empty((2, programs, heads))
     data = (*data, *shape, *set_strides(tokens), *factors, bests, totals)
     sizes = {"HEADS": heads, "TILE": max(1, coded.ELEMENTS // heads)}
     for step in steps_of(parts, slots, 3):
-        _summed_probs[(len(bests),)](*data, **step, **sizes)
+        _summed_probs[(programs,)](*data, **step, **sizes)
     return summed
 
 
@@ -484,12 +469,8 @@ def log_weights(score: Tensor, ranked: Tensor, mask: Tensor) -> Tensor:
     """As `methods.sampling.log_weights`."""
     score, ranked, mask = score.contiguous(), ranked.contiguous(), mask.contiguous()
     found = torch.empty_like(score)
-    slots = score.shape[-1]
-    programs = score.numel() // max(1, slots)
-    parts = parts_of(slots, programs)
-    data = (score, ranked, mask, found, slots, score.new_empty(programs * parts))
-    for step in steps_of(parts, slots, 2):
-        _log_weights[(programs * parts,)](*data, **step, TILE=coded.ELEMENTS)
+    grid = (score.numel() // max(1, score.shape[-1]),)
+    _log_weights[grid](score, ranked, mask, found, score.shape[-1], TILE=coded.ELEMENTS)
     return found
 
 
@@ -516,8 +497,10 @@ def largest(
     cap = {"FRAC": frac, "LEAST": least, "MEAN_OF": mean_of}
     programs = batch * sets * num_rows
     parts = parts_of(slots, programs) if order is None else 1
-    numbers = values.new_empty((programs * parts, 4, 256), dtype=torch.int32)
-    reached = numbers.new_empty((programs, 4, 2))
+    numbers = reached = taken
+    if parts > 1:
+        numbers = values.new_empty((programs, 4, parts, 256), dtype=torch.int32)
+        reached = numbers.new_empty((programs, 4, 2))
     data = (*given, mask, taken, slots, sets, num_rows, numbers, reached)
     for step in steps_of(parts, slots, 5):
         _take_largest[(programs * parts,)](*data, **step, **cap, TILE=coded.ELEMENTS, num_warps=8)

@@ -256,7 +256,7 @@ def test_rows_are_moved_by_the_binaries_of_the_first_step(compiled):
         (aot.launch_lists, 2 * len(COUNTS), 2),
         (aot.launch_attention, 9, 5),
         (aot.launch_methods, 16, 8),
-        (aot.launch_long_rows, 28, 14),
+        (aot.launch_long_rows, 24, 12),
         (aot.launch_samples, 17, 8),
         (aot.launch_rest, 8, 4),
     ],

@@ -270,10 +270,10 @@ def indices(mask: Tensor, cap: int) -> tuple[Tensor, Tensor]:
     if number.numel():
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         parts = parts_of(num_slots, batch * heads)
-        counts = number.new_empty(batch * heads * parts)
+        counts = number if parts == 1 else number.new_empty((batch, heads, parts))
         data = (mask, found, number, counts, heads, *mask.stride()[:2], num_slots, cap)
         for step in steps_of(parts, num_slots, 2):
-            _list_slots[(len(counts),)](*data, **step, BLOCK=BLOCK, num_warps=LIST_WARPS)
+            _list_slots[(counts.numel(),)](*data, **step, BLOCK=BLOCK, num_warps=LIST_WARPS)
     return found, number
 
 
