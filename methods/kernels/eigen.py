@@ -67,6 +67,7 @@ def _orthogonalize(
             cos = tl.rsqrt(1 + tangent * tangent)
             sin = (cos * tangent)[:, None]
             cos = cos[:, None]
+            tl.debug_barrier()  # other threads may store a number than those that have loaded it
             for start in range(0, size, TILE):
                 column = start + tl.arange(0, TILE)[None, :]
                 in_first = has_first[:, None] & (column < size)
