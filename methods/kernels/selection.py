@@ -412,10 +412,10 @@ def summed_probs(scores: Tensor, rows: QueryRows, distances: Tensor | None = Non
     parts = parts_of(slots, batch * sets * num_rows)
     programs = batch * sets * num_rows * parts
     bests, totals = (summed, summed) if parts == 1 else summed.new_empty((2, programs, heads))
-    data = (*data, *shape, *set_strides(tokens), *factors, bests, totals)
-    sizes = {"HEADS": heads, "TILE": max(1, coded.ELEMENTS // heads)}
+    sizes = (*shape, *set_strides(tokens), *factors, bests, totals)
+    tile = max(1, coded.ELEMENTS // heads)
     for step in steps_of(parts, slots, 3):
-        _summed_probs[(programs,)](*data, **step, **sizes)
+        _summed_probs[(programs,)](*data, *sizes, **step, HEADS=heads, TILE=tile)
     return summed
 
 
