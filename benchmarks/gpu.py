@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.decode.links import open_link
@@ -275,7 +276,7 @@ def render_floors(records: Sequence[dict[str, Any]]) -> str:
 
 def trace_step(config: RunConfig, path: Path) -> None:
     """Profile a decode step of the run that `config` describes. Writes a Chrome trace to `path`, compressed where it
-    ends with .gz, and prints the step's time without the profiler, and its kernels.
+    ends with .gz, and prints the step's time without the profiler, on a GPU the host's share of it, and its kernels.
     """
     loaded, shape = Resources().model(config.model), config.latency
     with (
@@ -317,7 +318,25 @@ def _profiled(session: LiveSession, ids: torch.Tensor) -> profile:
         with profile(activities=activities) as found, record_function(STEP):
             logits = session.decode_step(logits.argmax(-1))
             idle_s(device)
+    if device.type == "cuda":
+        device_s = busy_s(found)
+        print(
+            f"the device works for {1e3 * device_s:.2f} ms; {1 - device_s / step_s:.0%} of the step is the host's alone"
+        )
     return found
+
+
+def busy_s(found: profile) -> float:
+    """Seconds in which the device ran a kernel or a copy, on any stream."""
+    ranges = []
+    for event in found.events():
+        if event.device_type == DeviceType.CUDA and event.name != STEP:  # the step's own range is no work
+            ranges.append((event.time_range.start, event.time_range.end))
+    busy_us = latest = 0.0
+    for start, end in sorted(ranges):
+        busy_us += max(0.0, end - max(start, latest))
+        latest = max(latest, end)
+    return busy_us / 1e6
 
 
 # The command

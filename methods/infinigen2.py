@@ -61,6 +61,9 @@ the diagonal: no two directions tie that few tokens do not span."""
 MOMENT_TOKENS = 1024
 """Tokens of all sequences whose queries and keys are in fp64 at a time, as the moments are summed.
 Of OPT-13B they take 0.2 GB, where a prompt of 8 x 1,920 tokens would take 3."""
+MOMENT_PARTS = 8
+"""Parts in which a GPU sums a longer prompt, for fewer launches: in fp64 an eighth of its queries
+and keys takes no more than its packed rows, which come later. A CPU keeps its order of sums."""
 TIE = 1e-9
 """Added to the diagonal of the partial keys' covariance, as a share of its mean."""
 
@@ -327,6 +330,8 @@ def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
     query_moment = key.new_zeros((batch, num_kv_heads, head_dim, head_dim), dtype=torch.float64)
     key_moment = torch.zeros_like(query_moment)
     at_once = max(1, MOMENT_TOKENS // batch)
+    if kernels_for(key):
+        at_once = max(at_once, math.ceil(tokens / MOMENT_PARTS))
     for first in range(0, tokens, at_once):
         part = slice(first, first + at_once)
         queries = query[:, :, part].double() * is_real[:, :, part]
@@ -367,20 +372,21 @@ def balanced(
 
 
 def eigenvectors(matrices: Tensor) -> Tensor:
-    """Eigenvectors of symmetric matrices [..., n, n] as columns, by rising eigenvalue.
+    """Eigenvectors of positive definite matrices [..., n, n] as columns, by rising eigenvalue.
 
-    The host computes them, also those of a GPU, as many matrices at a time as torch has threads.
-    CUDA's library takes one matrix above 32 x 32 after another: 1.6 ms each of 128 x 128 on an
-    H100, 20 s of a prompt of OPT-13B at batch 8. LAPACK with more threads for one matrix is slower.
+    On a CPU as many matrices at a time as torch has threads: LAPACK with more threads for one
+    matrix is slower.
     """
+    if kernels := kernels_for(matrices):
+        return kernels.eigenvectors(matrices)
     num_threads = torch.get_num_threads()
-    parts = matrices.cpu().flatten(0, -3).tensor_split(num_threads)
+    parts = matrices.flatten(0, -3).tensor_split(num_threads)
     try:
         with ThreadPoolExecutor(num_threads, initializer=partial(torch.set_num_threads, 1)) as pool:
             found = list(pool.map(torch.linalg.eigh, parts))
     finally:
         torch.set_num_threads(num_threads)  # it is what later threads begin with
-    return torch.cat([each.eigenvectors for each in found]).view_as(matrices).to(matrices.device)
+    return torch.cat([each.eigenvectors for each in found]).view_as(matrices)
 
 
 def _with_fixed_signs(vectors: Tensor) -> Tensor:
@@ -412,14 +418,15 @@ def fitted_query_side(known: Sequence[Mapping[str, Tensor]], key_side: Tensor) -
     ridge = TIE * (index * index).sum(-2).mean(-1)[..., None, None]
     identity = torch.eye(index.shape[-1], dtype=index.dtype, device=index.device)
     covariance = index.mT @ index + ridge * identity
-    return factor @ torch.linalg.solve(covariance, index.mT).mT
+    return factor @ torch.linalg.solve_ex(covariance, index.mT).result.mT
 
 
 def _factor(moment: Tensor) -> Tensor:
-    """L, lower triangular, with L L^T = moment."""
+    """L, lower triangular, with L L^T = moment. With the ridge there is one, unless a number is not
+    finite, which a pass refuses: a check would have the host wait for the device."""
     ridge = RIDGE * moment.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=RIDGE)
     unlike = torch.linspace(1, 2, moment.shape[-1], dtype=moment.dtype, device=moment.device)
-    return torch.linalg.cholesky(moment + torch.diag_embed(ridge * unlike))
+    return torch.linalg.cholesky_ex(moment + torch.diag_embed(ridge * unlike)).L
 
 
 def coded_product(rows: Tensor, side: Tensor, codec: IntegerCodec) -> Tensor:

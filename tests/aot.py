@@ -174,13 +174,28 @@ def launch_methods() -> None:
         place_own(data, dict.fromkeys(data, 0), slots - 1)
 
 
+def launch_long_rows() -> None:
+    """What several programs share a row of, which is split from one launch to the next."""
+    from harness.decode.kernels.rows import indices
+    from methods.kernels import largest, relative, summed_probs
+
+    for slots in (32761, 32768):
+        tokens, positions = torch.empty(1, 1, 32768, dtype=torch.int32), torch.empty(1, 1, dtype=torch.int32)
+        rows = QueryRows(tokens, positions, positions >= 0, tokens[..., :slots], positions, torch.Tensor)
+        relative(torch.empty(1, 8, 4, 1, slots), rows, 4.0)
+        score = summed_probs(torch.empty(1, 8, 4, 1, slots), rows)
+        mask, _ = largest(score, frac=0.2, least=1, whole=positions, cached=positions)
+        indices(mask[:, :, 0], slots // 5)
+
+
 def launch_samples() -> None:
-    """A weighted sample, coded partial keys, and products with coded projections, in a layer of OPT-13B: of several
-    rows, then of steps."""
+    """A weighted sample, coded partial keys, products with coded projections, and the eigenvectors of projections, in a
+    layer of OPT-13B: of several rows, then of steps."""
     from methods.kernels import (
         MOST_ROWS,
         code_distances,
         coded_product,
+        eigenvectors,
         encode,
         log_weights,
         random_numbers,
@@ -189,6 +204,8 @@ def launch_samples() -> None:
     )
 
     codec = IntegerCodec("int4", group_size=64)
+    for head_dim in (128, 80):
+        eigenvectors(torch.empty(2, 40, head_dim, head_dim, dtype=torch.float64))
     for num_rows in (1, 2048):
         encode(torch.empty(2, 40, num_rows, 64, dtype=torch.float16), 4, 64)
     side = torch.empty(2, 40, 128, codec.row_bytes(64), dtype=torch.uint8)

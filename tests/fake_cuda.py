@@ -46,7 +46,7 @@ from harness.decode.memory import PinnedSlab
 from harness.model.attach import attach, checked_decoder
 from harness.model.attached import Attached
 from harness.model.attention import Rotary
-from harness.model.trace import Layer
+from harness.model.trace import DirectQuery, Layer
 from tests.living import calibration, token_batch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -423,6 +423,7 @@ class Trace(TorchDispatchMode):
             patch.setattr("harness.model.attached.require_embedded", lambda *_: None)
             patch.setattr("harness.model.attached.rotary_of", whole_heads)
             patch.setattr("harness.model.decoder.Decoder._find_unused", without_keys)
+            patch.setattr("harness.model.decoder.Decoder._find_direct", without_module)
             for at, layer in enumerate(checked_decoder(model).layers):
                 hooks.callback(layer.module.register_forward_pre_hook(partial(self._enter, at)).remove)
             with attach(model) as attached:
@@ -584,6 +585,15 @@ def without_keys(_: Any, layer: Layer) -> None:
     children = dict(layer.module.named_children())
     layer.unused = {name: children[name].out_features for name in ("k_proj", "v_proj") if name in children}
     layer.query_modules = tuple(children.keys() & {"q_proj", "q_norm"})
+
+
+def without_module(_: Any, layer: Layer) -> DirectQuery | None:
+    """The way to a query, by names, instead of by trial."""
+    names = [name for name, _ in layer.module.named_children() if name in layer.query_modules]
+    if names[:1] != ["q_proj"]:
+        return None
+    modules = tuple(map(layer.module.get_submodule, names))
+    return DirectQuery(modules, 1, layer.num_heads, layer.head_dim, layer.positions is not None)
 
 
 def whole_heads(_: Any, layer: Layer) -> Rotary:

@@ -256,8 +256,8 @@ class LayerCache:
     and decides what is fetched. is_predicted: a query of the layer is made in the previous layer.
     is_fused: attention is one fused call over the fetched rows with the own row behind them, since
     rows are stored in the compute dtype and no method looks at their scores or weighs an estimate
-    beside them. attends_by_kernels: kernels attend to the rows as they are stored, coded ones, or
-    exact ones beside an estimate.
+    beside them. attends_by_kernels: kernels attend to the rows as they are stored: coded ones, or
+    exact ones beside an estimate or in a GPU cache, of whose rows they load those that are read.
     Set by the session: following: the next layer that fetches rows. part: of the dense layers' rows
     that it requests for the next step, if any.
     Set in each step: last_query: [batch, heads, 1, head_dim], if the next step selects by it.
@@ -283,10 +283,12 @@ class LayerCache:
         hides_scores = policy.softmax.is_plain and not sees_scores
         codec, rows = store.codec, store.format
         stored = {FLOAT_DTYPES.get(codec.keys.name), FLOAT_DTYPES.get(codec.values.name)}
-        self.is_fused = hides_scores and not weighs_rest and stored == {rows.dtype}
         has_kernels = rows.has_kernels(store.device)
-        has_kernels |= weighs_rest and rows.has_kernels_for_exact(store.device)
+        if weighs_rest or fetcher.keeps_rows:
+            has_kernels |= rows.has_kernels_for_exact(store.device)
         self.attends_by_kernels = hides_scores and has_kernels
+        is_known = not weighs_rest and not self.attends_by_kernels and stored == {rows.dtype}
+        self.is_fused = hides_scores and is_known
         self.following: LayerCache | None = None
         self.part: AheadPart | None = None
         self.last_query: Tensor | None = None

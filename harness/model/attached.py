@@ -256,6 +256,8 @@ class Attached:
         embeddings = None
         if wanted.positions is not None:
             embeddings = self._made.get(wanted.positions)
+        if wanted.direct is not None:
+            return self._as_handled(layer, wanted.direct.query(hidden, embeddings))
         call = wanted.rerun(
             hidden, self._cache, position_embeddings=embeddings, position_ids=self._positions
         )

@@ -29,7 +29,7 @@ from harness.model.calls import (
     tolerance,
 )
 from harness.model.model_cache import ModelCache
-from harness.model.trace import Latent, Layer, Trace
+from harness.model.trace import FAR, DirectQuery, Latent, Layer, Trace
 
 ROWS_AT_ONCE = 2048
 """Rows of a prompt that a feed-forward network takes at once, so that what it makes on the way does
@@ -70,6 +70,7 @@ class Decoder:
             with attention_function(self.stack, stop):
                 for layer in self.layers:
                     self._find_unused(layer)
+                    layer.direct = self._find_direct(layer)
                     layer.latent = self._read_latent(layer, trace.stored.get(id(layer.module)))
         for layer in self.layers:
             if layer.latent is not None:
@@ -160,6 +161,49 @@ class Decoder:
                 if torch.equal(query(), whole):
                     layer.unused[name] = size
         layer.query_modules = tuple(name for name in sizes if name not in layer.unused)
+
+    def _find_direct(self, layer: Layer) -> DirectQuery | None:
+        """A way to the query without the module's own code, where one is the same to the bit: of
+        large numbers at far positions, and of small ones at near ones."""
+        modules = tuple(map(layer.module.get_submodule, layer.query_modules))
+        last = getattr(self.stack.config, "max_position_embeddings", None) or FAR
+        generator = torch.Generator().manual_seed(0)
+        like = layer.call.hidden
+        given = []
+        for first, size in ((min(FAR, last) - like.shape[1], 100.0), (1, 1.0)):
+            hidden = size * torch.randn(like.shape, generator=generator).to(like)
+            positions = torch.arange(first, first + like.shape[1], device=like.device)[None]
+            embeddings = None
+            if layer.positions is not None:
+                embeddings = layer.positions.embeddings(hidden, positions)
+            cache = ModelCache(self.stack.config)
+            cache.num_columns = first
+            known = {"position_embeddings": embeddings, "position_ids": positions}
+            try:
+                query = self.run_to_attention(layer, layer.rerun(hidden, cache, **known)).query
+            except RuntimeError as error:  # its code takes no other rows than those of its own pass
+                reraise_out_of_memory(error)
+                return None
+            given.append((hidden, embeddings, query))
+        num_heads, head_dim = query.shape[1], query.shape[3]
+        scale = layer.softmax.scale if layer.prescales else 1.0
+
+        def is_same(direct: DirectQuery) -> bool:
+            try:
+                return all(
+                    torch.equal(direct.query(hidden, embeddings) * scale, query)
+                    for hidden, embeddings, query in given
+                )
+            except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+                reraise_out_of_memory(error)
+                return False
+
+        for num_whole in range(1, len(modules) + 1):
+            for is_turned in (layer.positions is not None, False):
+                direct = DirectQuery(modules, num_whole, num_heads, head_dim, is_turned)
+                if is_same(direct):
+                    return direct
+        return None
 
     def _read_latent(self, layer: Layer, cached: tuple[Tensor, Tensor] | None) -> Latent | None:
         """The matrices that turn a stored latent into every head's key and value: the output of the

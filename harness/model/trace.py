@@ -72,6 +72,42 @@ class Latent(NamedTuple):
         return self.to_value.shape[1]
 
 
+class DirectQuery(NamedTuple):
+    """A layer's query without the code of its module, which makes a key and a value as well.
+
+    modules: the projection and norms, in order; the heads are apart behind the first `num_whole`.
+    num_heads: of the query; more, in a projection to keys too, come behind. is_turned: the first
+    elements of a head are turned, halves against each other.
+    """
+
+    modules: tuple[nn.Module, ...]
+    num_whole: int
+    num_heads: int
+    head_dim: int
+    is_turned: bool
+
+    def query(self, hidden: Tensor, embeddings: Any) -> Tensor:
+        """The query [batch, heads, rows, head_dim] of an input [batch, rows, hidden_size].
+
+        embeddings: cosines and sines, [batch or 1, rows, turned elements] each.
+        """
+        states = hidden
+        for module in self.modules[: self.num_whole]:
+            states = module(states)
+        states = states.unflatten(-1, (-1, self.head_dim))[..., : self.num_heads, :]
+        for module in self.modules[self.num_whole :]:
+            states = module(states)
+        states = states.transpose(1, 2)
+        if not self.is_turned:
+            return states
+        cos, sin = (each.unsqueeze(1) for each in embeddings)
+        size = cos.shape[-1]
+        turned, others = states[..., :size], states[..., size:]
+        first, second = turned.chunk(2, -1)
+        turned = turned * cos + torch.cat([-second, first], -1) * sin
+        return torch.cat([turned, others], -1) if others.shape[-1] else turned
+
+
 @dataclass
 class Layer:
     """An attention layer. Its sizes are those of its cache: under latent attention there is one KV
@@ -83,7 +119,8 @@ class Layer:
     call: its call in the trace. prescales: the module multiplies its
     queries by its own `scaling` and passes a scale of 1; while attached it multiplies by 1, as
     methods get queries before the scale. unused: submodules that the query does not depend on, and
-    the size of their output. query_modules: the submodules that it depends on. output_factor: see
+    the size of their output. query_modules: the submodules that it depends on. direct: gives the
+    same query, to the bit, as the module's own code; None where none is known. output_factor: see
     `harness.model.decoder`; None until it is asked for. is_output_plain: its output is
     known to be a projection alone.
     """
@@ -102,6 +139,7 @@ class Layer:
     before: nn.Module | None = None
     unused: dict[str, int] = field(default_factory=dict)
     query_modules: tuple[str, ...] = ()
+    direct: DirectQuery | None = None
     latent: Latent | None = None
     output_factor: Tensor | None = None
     is_output_plain: bool = False

@@ -7,6 +7,7 @@ TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
 """
 
 from methods.kernels.coded import MOST_ROWS, coded_product, coded_scores, encode
+from methods.kernels.eigen import eigenvectors
 from methods.kernels.eviction import evict_least, place_own
 from methods.kernels.rest import index_of_rest
 from methods.kernels.selection import (
@@ -24,6 +25,7 @@ __all__ = [
     "code_distances",
     "coded_product",
     "coded_scores",
+    "eigenvectors",
     "encode",
     "evict_least",
     "index_of_rest",

@@ -1,4 +1,6 @@
-"""Selection: two launches instead of about thirty. One program serves a query row of one set.
+"""Selection: two launches instead of about thirty. One program serves a query row of one set; where
+rows are few and long, several programs take a part of a row each, and then a kernel's steps are
+launches of their own (`steps_of`). A step begins with what the parts found in the one before.
 
 The first kernel reduces the scores of a set's query heads to one. The second finds the least score
 that is taken, eight bits at a time, since fp32 numbers order as integers do, and takes all above
@@ -8,6 +10,8 @@ tokens, are decoded in the first kernel, and coded by one of their own in place 
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -23,6 +27,11 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 STEPS = tl.constexpr(8)
 """As `methods.infinigen2.STEPS_OF_TWO`."""
+LONG = 8192
+"""Slots from which rows are split: what a program saves is more than what launches add."""
+MOST_PARTS = 16
+PROGRAMS = 256
+"""Programs that are enough for a GPU, of 60 to 140 multiprocessors."""
 
 
 @triton.jit
@@ -33,16 +42,27 @@ def _seen(head_scores, tokens, position, slot, slots, is_head):
     return visible, tl.load(head_scores + slot, mask=visible & is_head, other=float("-inf"))
 
 
-@triton.jit(do_not_specialize=["slots", "alpha"])
+@triton.jit
+def _of_parts(found, parts, HEADS: tl.constexpr, PARTS: tl.constexpr):
+    """Where each part of a row has what it found of each head, [PARTS, HEADS]; which parts there
+    are."""
+    part = tl.arange(0, PARTS)[:, None]
+    return found + part * HEADS + tl.arange(0, HEADS)[None, :], part < parts
+
+
+@triton.jit(do_not_specialize=["slots", "alpha", "parts", "part_slots"])
 def _relative(
     scores,
     tokens,  # the position of each slot's token
     positions, relative, within, alpha, slots, sets, rows, group,
     batch_stride, set_stride,  # of `tokens`
+    bests,  # of each part, fp32 [program, parts, HEADS]
+    parts, part_slots,
     HEADS: tl.constexpr,  # `group` rounded up
     TILE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr,  # see `steps_of`
 ):  # fmt: skip
-    program = tl.program_id(0)
+    program, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     row, set_index = program % rows, program // rows
     batch = set_index // sets
     tokens += batch.to(tl.int64) * batch_stride + set_index % sets * set_stride
@@ -50,24 +70,38 @@ def _relative(
     head = tl.arange(0, HEADS)[:, None]
     head_scores = scores + ((set_index.to(tl.int64) * group + head) * rows + row) * slots
     relative += program.to(tl.int64) * slots
-    best = tl.full((HEADS, TILE), float("-inf"), tl.float32)
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
-        best = tl.maximum(best, seen)
-    best = tl.max(best, 1)
-    best = tl.where(best == float("-inf"), 0.0, best)[:, None]
-    count = tl.zeros((TILE,), tl.int32)
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
-        nearest = tl.max(seen - best, 0)
-        tl.store(relative + slot, nearest, mask=slot < slots)
-        count += (nearest >= -alpha).to(tl.int32)
-    tl.store(within + program, tl.sum(count, 0))
+    bests += program * parts * HEADS
+    first = part * part_slots
+    end = tl.minimum(first + part_slots, slots)
+    if FIRST == 0:
+        best = tl.full((HEADS, TILE), float("-inf"), tl.float32)
+        for start in range(first, end, TILE):
+            slot = start + tl.arange(0, TILE)
+            _, seen = _seen(head_scores, tokens, position, slot, end, head < group)
+            best = tl.maximum(best, seen)
+        best = tl.max(best, 1)
+        if PARTS > 1:
+            tl.store(bests + part * HEADS + tl.arange(0, HEADS), best)
+    if LAST == 1:
+        if PARTS > 1:
+            of_parts, is_part = _of_parts(bests, parts, HEADS, PARTS)
+            best = tl.max(tl.load(of_parts, mask=is_part, other=float("-inf")), 0)
+        best = tl.where(best == float("-inf"), 0.0, best)[:, None]
+        count = tl.zeros((TILE,), tl.int32)
+        for start in range(first, end, TILE):
+            slot = start + tl.arange(0, TILE)
+            _, seen = _seen(head_scores, tokens, position, slot, end, head < group)
+            nearest = tl.max(seen - best, 0)
+            tl.store(relative + slot, nearest, mask=slot < end)
+            count += (nearest >= -alpha).to(tl.int32)
+        tl.store(within + program * parts + part, tl.sum(count, 0))
 
 
-@triton.jit(do_not_specialize=["slots", "distance_batch_stride", "distance_head_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "slots", "distance_batch_stride", "distance_head_stride", "parts", "part_slots",
+    ]
+)  # fmt: skip
 def _summed_probs(
     scores,
     tokens,  # the position of each slot's token
@@ -75,10 +109,13 @@ def _summed_probs(
     batch_stride, set_stride,  # of `tokens`
     distances,  # of the tokens' values, coded; None: all are 1
     distance_batch_stride, distance_head_stride,
+    bests, totals,  # of each part, fp32 [program, parts, HEADS]
+    parts, part_slots,
     HEADS: tl.constexpr,  # `group` rounded up
     TILE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr,  # see `steps_of`
 ):  # fmt: skip
-    program = tl.program_id(0)
+    program, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     row, set_index = program % rows, program // rows
     batch = set_index // sets
     tokens += batch.to(tl.int64) * batch_stride + set_index % sets * set_stride
@@ -86,29 +123,51 @@ def _summed_probs(
     head = tl.arange(0, HEADS)[:, None]
     head_scores = scores + ((set_index.to(tl.int64) * group + head) * rows + row) * slots
     summed += program.to(tl.int64) * slots
-    best = tl.full((HEADS, TILE), LOWEST, tl.float32)
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
-        best = tl.maximum(best, seen)
-    best = tl.max(best, 1)[:, None]
-    total = tl.zeros((HEADS, TILE), tl.float32)
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        _, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
-        total += tl.exp(seen - best)
-    total = tl.sum(total, 1)[:, None]
-    total = tl.where(total > 0, total, 1.0)  # of no visible token, and of no head
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        visible, seen = _seen(head_scores, tokens, position, slot, slots, head < group)
-        slot_scores = tl.maximum(tl.sum(tl.exp(seen - best) / total, 0), TINY)
-        if distances is not None:
-            at = distances + batch.to(tl.int64) * distance_batch_stride
-            at += (set_index % sets).to(tl.int64) * distance_head_stride
-            code = tl.load(at + slot, mask=slot < slots, other=0).to(tl.float32)
-            slot_scores *= tl.exp2(code / STEPS)
-        tl.store(summed + slot, tl.where(visible, slot_scores, float("-inf")), mask=slot < slots)
+    bests += program * parts * HEADS
+    totals += program * parts * HEADS
+    own = part * HEADS + tl.arange(0, HEADS)
+    first = part * part_slots
+    end = tl.minimum(first + part_slots, slots)
+    if FIRST == 0:
+        best = tl.full((HEADS, TILE), LOWEST, tl.float32)
+        for start in range(first, end, TILE):
+            slot = start + tl.arange(0, TILE)
+            _, seen = _seen(head_scores, tokens, position, slot, end, head < group)
+            best = tl.maximum(best, seen)
+        best = tl.max(best, 1)
+        if PARTS > 1:
+            tl.store(bests + own, best)
+    if LAST > 0:
+        if PARTS > 1:
+            of_parts, is_part = _of_parts(bests, parts, HEADS, PARTS)
+            best = tl.max(tl.load(of_parts, mask=is_part, other=LOWEST), 0)
+        best = best[:, None]
+    if (FIRST <= 1) & (LAST >= 1):
+        total = tl.zeros((HEADS, TILE), tl.float32)
+        for start in range(first, end, TILE):
+            slot = start + tl.arange(0, TILE)
+            _, seen = _seen(head_scores, tokens, position, slot, end, head < group)
+            total += tl.exp(seen - best)
+        total = tl.sum(total, 1)
+        if PARTS > 1:
+            tl.store(totals + own, total)
+    if LAST == 2:
+        if PARTS > 1:
+            of_parts, is_part = _of_parts(totals, parts, HEADS, PARTS)
+            total = tl.sum(tl.load(of_parts, mask=is_part, other=0), 0)
+        total = total[:, None]
+        total = tl.where(total > 0, total, 1.0)  # of no visible token, and of no head
+        for start in range(first, end, TILE):
+            slot = start + tl.arange(0, TILE)
+            visible, seen = _seen(head_scores, tokens, position, slot, end, head < group)
+            slot_scores = tl.maximum(tl.sum(tl.exp(seen - best) / total, 0), TINY)
+            if distances is not None:
+                at = distances + batch.to(tl.int64) * distance_batch_stride
+                at += (set_index % sets).to(tl.int64) * distance_head_stride
+                code = tl.load(at + slot, mask=slot < end, other=0).to(tl.float32)
+                slot_scores *= tl.exp2(code / STEPS)
+            slot_scores = tl.where(visible, slot_scores, float("-inf"))
+            tl.store(summed + slot, slot_scores, mask=slot < end)
 
 
 @triton.jit(do_not_specialize_on_alignment=["codes"])  # the slot moves from step to step
@@ -150,20 +209,18 @@ def _ranked(
     NUMBERS: tl.constexpr,  # of which a token has one
     TILE: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    program, slot = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     set_index = program // rows
     batch, set_number = set_index // sets, set_index % sets
     tokens += batch.to(tl.int64) * batch_stride + set_number * set_stride
     turn = _mixed(set_number.to(tl.int64) + layer.to(tl.int64) * 65536)
-    score += program.to(tl.int64) * slots
-    ranked += program.to(tl.int64) * slots
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
-        turned = (_mixed(token + salt) + turn) & (NUMBERS - 1)
-        number = (turned.to(tl.float32) + 0.5) / NUMBERS
-        slot_scores = tl.load(score + slot, mask=slot < slots, other=0)
-        tl.store(ranked + slot, slot_scores / number, mask=slot < slots)
+    token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
+    turned = (_mixed(token + salt) + turn) & (NUMBERS - 1)
+    number = (turned.to(tl.float32) + 0.5) / NUMBERS
+    at = program.to(tl.int64) * slots + slot
+    tl.store(
+        ranked + at, tl.load(score + at, mask=slot < slots, other=0) / number, mask=slot < slots
+    )
 
 
 @triton.jit(do_not_specialize=["slots", "salt", "seed"])
@@ -173,18 +230,15 @@ def _random_numbers(
     batch_stride, set_stride,  # of `tokens`
     TILE: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    program, slot = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     row, set_index = program % rows, program // rows
     batch, set_number = set_index // sets, set_index % sets
     tokens += batch.to(tl.int64) * batch_stride + set_number * set_stride
-    found += program.to(tl.int64) * slots
     position = tl.load(positions + batch * rows + row).to(tl.int64)
     row_hash = _mixed(_mixed(_mixed(set_number.to(tl.int64) + salt) + seed) + position)
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
-        number = (_mixed(row_hash + token) >> 8).to(tl.float32)
-        tl.store(found + slot, number, mask=slot < slots)
+    token = tl.load(tokens + slot, mask=slot < slots, other=0).to(tl.int64)
+    number = (_mixed(row_hash + token) >> 8).to(tl.float32)
+    tl.store(found + program.to(tl.int64) * slots + slot, number, mask=slot < slots)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -215,15 +269,19 @@ def _ordered(values):
     return tl.where(values >= LOWEST, ordered, 0)
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "parts", "part_slots"])
 def _take_largest(
     values, within, whole, cached,
     order,  # None: slots are taken as they lie
     mask, taken, slots, sets, rows,
+    numbers,  # of each digit in each part, int32 [program, 4, parts, 256]
+    reached,  # `least` and `wanted` after each digit, int32 [program, 4, 2]
+    parts, part_slots,
     FRAC: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr,
     MEAN_OF: tl.constexpr,  # sets whose mean `within`, rounded up, limits the count; 0: no limit
+    FIRST: tl.constexpr, LAST: tl.constexpr, PARTS: tl.constexpr,  # see `steps_of`
 ):  # fmt: skip
-    program = tl.program_id(0)
+    program, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     row, batch = program % rows, program // rows // sets
     count = (tl.load(whole + batch * rows + row).to(tl.float64) * tl.full((), FRAC, tl.float64)).to(
         tl.int64
@@ -233,42 +291,84 @@ def _take_largest(
         one = tl.arange(0, MEAN_OF)
         counts = tl.load(within + (batch * sets + one) * rows + row, mask=one < sets, other=0)
         count = tl.minimum(count, tl.maximum(tl.sum(counts.to(tl.int64), 0) // sets, 1))
-    if program // rows % sets == 0:
+    if (program // rows % sets == 0) & (part == 0):
         tl.store(taken + batch * rows + row, count.to(tl.float64))
 
     values += program.to(tl.int64) * slots
     mask += program.to(tl.int64) * slots
+    numbers += program * 4 * parts * 256
+    reached += program * 8
+    first = part * part_slots
+    end = tl.minimum(first + part_slots, slots)
     wanted = count.to(tl.int32)  # of those that begin as `least` does, the largest so many
     least = tl.zeros((), tl.uint32)
     digit = tl.arange(0, 256)
-    for place in range(24, -1, -8):
-        number = tl.zeros((256,), tl.int32)
-        for start in range(0, slots, TILE):
-            slot = start + tl.arange(0, TILE)
-            ordered = _ordered(tl.load(values + slot, mask=slot < slots, other=float("-inf")))
-            alike = (ordered > 0) & ((ordered ^ least) >> place < 256)
-            number += tl.histogram((ordered >> place & 255).to(tl.int32), 256, mask=alike)
-        alike_in_all = tl.sum(number, 0)
-        wanted = tl.minimum(wanted, alike_in_all)
-        above = alike_in_all - tl.cumsum(number, 0)  # with a larger digit
-        found = (above < wanted) & (above + number >= wanted)
-        least |= tl.sum(tl.where(found, digit, 0), 0).to(tl.uint32) << place
-        wanted -= tl.sum(tl.where(found, above, 0), 0)
-
     equal_before = 0
-    if order is not None:
-        order += (program // rows).to(tl.int64) * slots
-    for start in range(0, slots, TILE):
-        slot = start + tl.arange(0, TILE)
-        within_row = slot < slots
+    for step in tl.static_range(FIRST, LAST + 1):
+        if step > 0:
+            if PARTS > 1:
+                if step > 1:
+                    least = tl.load(reached + step * 2 - 4).to(tl.uint32, bitcast=True)
+                    wanted = tl.load(reached + step * 2 - 3)
+                each = tl.arange(0, PARTS)[:, None]
+                of_parts = numbers + ((step - 1) * parts + each) * 256 + digit[None, :]
+                of_parts = tl.load(of_parts, mask=each < parts, other=0)
+                number = tl.sum(of_parts, 0)
+            alike_in_all = tl.sum(number, 0)
+            wanted = tl.minimum(wanted, alike_in_all)
+            above = alike_in_all - tl.cumsum(number, 0)  # with a larger digit
+            found = (above < wanted) & (above + number >= wanted)
+            digit_found = tl.sum(tl.where(found, digit, 0), 0)
+            least |= digit_found.to(tl.uint32) << (32 - 8 * step)
+            wanted -= tl.sum(tl.where(found, above, 0), 0)
+            if PARTS > 1:
+                if part == 0:
+                    tl.store(reached + step * 2 - 2, least.to(tl.int32, bitcast=True))
+                    tl.store(reached + step * 2 - 1, wanted)
+                if step == 4:
+                    is_before = (each < part) & (digit[None, :] == digit_found)
+                    equal_before = tl.sum(tl.where(is_before, of_parts, 0))
+        if step < 4:
+            number = tl.zeros((256,), tl.int32)
+            for start in range(first, end, TILE):
+                slot = start + tl.arange(0, TILE)
+                ordered = _ordered(tl.load(values + slot, mask=slot < end, other=float("-inf")))
+                alike = (ordered > 0) & ((ordered ^ least) >> (24 - 8 * step) < 256)
+                own_digit = (ordered >> (24 - 8 * step) & 255).to(tl.int32)
+                number += tl.histogram(own_digit, 256, mask=alike)
+            if PARTS > 1:
+                tl.store(numbers + (step * parts + part) * 256 + digit, number)
+
+    if LAST == 4:
         if order is not None:
-            slot = tl.load(order + slot, mask=within_row, other=0)
-        ordered = _ordered(tl.load(values + slot, mask=within_row, other=float("-inf")))
-        equal = ((ordered == least) & (ordered > 0)).to(tl.int32)
-        rank = equal_before + tl.cumsum(equal, 0)
-        chosen = (ordered > least) | ((equal > 0) & (rank <= wanted))
-        tl.store(mask + slot, chosen & (count > 0), mask=within_row)
-        equal_before += tl.sum(equal, 0)
+            order += (program // rows).to(tl.int64) * slots
+        for start in range(first, end, TILE):
+            slot = start + tl.arange(0, TILE)
+            within_row = slot < end
+            if order is not None:
+                slot = tl.load(order + slot, mask=within_row, other=0)
+            ordered = _ordered(tl.load(values + slot, mask=within_row, other=float("-inf")))
+            equal = ((ordered == least) & (ordered > 0)).to(tl.int32)
+            rank = equal_before + tl.cumsum(equal, 0)
+            chosen = (ordered > least) | ((equal > 0) & (rank <= wanted))
+            tl.store(mask + slot, chosen & (count > 0), mask=within_row)
+            equal_before += tl.sum(equal, 0)
+
+
+def parts_of(slots: int, programs: int) -> int:
+    """Parts into which each of `programs` rows is split."""
+    return max(1, min(MOST_PARTS, PROGRAMS // programs)) if slots >= LONG and programs else 1
+
+
+def steps_of(parts: int, slots: int, steps: int) -> Iterator[dict[str, int]]:
+    """The launches of a kernel of so many steps: a launch a step, or one for all of a row's only
+    part, which needs no memory for what parts find."""
+    split = {"parts": parts, "part_slots": triton.cdiv(slots, parts)}
+    if parts == 1:
+        yield {**split, "FIRST": 0, "LAST": steps - 1, "PARTS": 1}
+        return
+    for step in range(steps):
+        yield {**split, "FIRST": step, "LAST": step, "PARTS": MOST_PARTS}
 
 
 def set_strides(tokens: Tensor) -> tuple[int, int]:
@@ -285,14 +385,17 @@ def relative(scores: Tensor, rows: QueryRows, alpha: float) -> tuple[Tensor, Ten
     """
     batch, sets, group, num_rows, slots = scores.shape
     tokens = rows.slot_positions
+    parts = parts_of(slots, batch * sets * num_rows)
     found = scores.new_empty((batch, sets, num_rows, slots), dtype=torch.float32)
-    within = scores.new_empty((batch, sets, num_rows), dtype=torch.int32)
+    within = scores.new_empty((batch, sets, num_rows, parts), dtype=torch.int32)
     heads = triton.next_power_of_2(group)
+    bests = found if parts == 1 else found.new_empty((*within.shape, heads))
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), found, within, alpha)
     tile = max(1, coded.ELEMENTS // heads)
-    shape = (slots, sets, num_rows, group, *set_strides(tokens))
-    _relative[(batch * sets * num_rows,)](*data, *shape, HEADS=heads, TILE=tile)
-    return found, within
+    shape = (slots, sets, num_rows, group, *set_strides(tokens), bests)
+    for step in steps_of(parts, slots, 2):
+        _relative[(within.numel(),)](*data, *shape, **step, HEADS=heads, TILE=tile)
+    return found, within.squeeze(-1) if parts == 1 else within.sum(-1, dtype=torch.int32)
 
 
 def summed_probs(scores: Tensor, rows: QueryRows, distances: Tensor | None = None) -> Tensor:
@@ -306,9 +409,13 @@ def summed_probs(scores: Tensor, rows: QueryRows, distances: Tensor | None = Non
     shape = (slots, sets, num_rows, group)
     data = (scores.contiguous(), tokens, rows.positions.contiguous(), summed)
     factors = (distances, *(distances.stride()[:2] if distances is not None else (0, 0)))
+    parts = parts_of(slots, batch * sets * num_rows)
+    programs = batch * sets * num_rows * parts
+    bests, totals = (summed, summed) if parts == 1 else summed.new_empty((2, programs, heads))
+    sizes = (*shape, *set_strides(tokens), *factors, bests, totals)
     tile = max(1, coded.ELEMENTS // heads)
-    grid = (batch * sets * num_rows,)
-    _summed_probs[grid](*data, *shape, *set_strides(tokens), *factors, HEADS=heads, TILE=tile)
+    for step in steps_of(parts, slots, 3):
+        _summed_probs[(programs,)](*data, *sizes, **step, HEADS=heads, TILE=tile)
     return summed
 
 
@@ -340,7 +447,8 @@ def ranked(score: Tensor, rows: QueryRows, salt: int, layer: int, number_bits: i
     found = torch.empty_like(score)
     shape = (slots, sets, num_rows, *set_strides(tokens))
     sizes = {"NUMBERS": 2**number_bits, "TILE": coded.ELEMENTS}
-    _ranked[(batch * sets * num_rows,)](score, tokens, found, salt, layer, *shape, **sizes)
+    grid = batch * sets * num_rows, triton.cdiv(slots, coded.ELEMENTS)
+    _ranked[grid](score, tokens, found, salt, layer, *shape, **sizes)
     return found
 
 
@@ -351,10 +459,9 @@ def random_numbers(salt: int, seed: int, rows: QueryRows, sets: int) -> Tensor:
     found_shape = (batch, sets, num_rows, tokens.shape[-1])
     found = torch.empty(found_shape, dtype=torch.float32, device=tokens.device)
     data = (tokens, rows.positions.contiguous(), found, salt, seed)
-    shape = (tokens.shape[-1], sets, num_rows)
-    _random_numbers[(batch * sets * num_rows,)](
-        *data, *shape, *set_strides(tokens), TILE=coded.ELEMENTS
-    )
+    shape = (tokens.shape[-1], sets, num_rows, *set_strides(tokens))
+    grid = batch * sets * num_rows, triton.cdiv(tokens.shape[-1], coded.ELEMENTS)
+    _random_numbers[grid](*data, *shape, TILE=coded.ELEMENTS)
     return found
 
 
@@ -388,8 +495,13 @@ def largest(
     counts = values if within is None else within
     given = (values, counts, whole.contiguous(), cached.contiguous(), order)
     cap = {"FRAC": frac, "LEAST": least, "MEAN_OF": mean_of}
-    grid = (batch * sets * num_rows,)
-    _take_largest[grid](
-        *given, mask, taken, slots, sets, num_rows, **cap, TILE=coded.ELEMENTS, num_warps=8
-    )
+    programs = batch * sets * num_rows
+    parts = parts_of(slots, programs) if order is None else 1
+    numbers = reached = taken
+    if parts > 1:
+        numbers = values.new_empty((programs, 4, parts, 256), dtype=torch.int32)
+        reached = numbers.new_empty((programs, 4, 2))
+    data = (*given, mask, taken, slots, sets, num_rows, numbers, reached)
+    for step in steps_of(parts, slots, 5):
+        _take_largest[(programs * parts,)](*data, **step, **cap, TILE=coded.ELEMENTS, num_warps=8)
     return mask, taken

@@ -7,9 +7,11 @@ import gzip
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from benchmarks import gpu
 from harness.decode import memory as pinned
@@ -134,6 +136,15 @@ def test_a_decode_step_is_traced(tmp_path, capsys):
     steps = [event for event in events if event.get("name") == gpu.STEP]
     assert len(steps) == 1, "the first profile is left out"
     assert not (tmp_path / "runs").exists(), "instead of the parts"
+
+
+def test_a_device_is_busy_once_where_streams_overlap():
+    times = [("a", 0, 4), ("b", 2, 3), ("c", 3, 6), (gpu.STEP, 0, 20), ("d", 9, 10), ("host", 0, 20)]
+    events = []
+    for name, start, end in times:
+        kind = DeviceType.CPU if name == "host" else DeviceType.CUDA
+        events.append(SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end)))
+    assert gpu.busy_s(SimpleNamespace(events=lambda: events)) == pytest.approx(7e-6)
 
 
 def test_rates_of_a_gpu_go_through_its_kernels_and_copies(monkeypatch):

@@ -37,7 +37,7 @@ from tests.living import PROMPTS
 from tests.tiny_models import tiny_model
 
 pytest.importorskip("triton")
-from methods import infinigen2, kernels
+from methods import kernels
 
 pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
 
@@ -48,8 +48,6 @@ def gpu(monkeypatch) -> Iterator[Trace]:
     monkeypatch.setattr(managed, "require_managed", lambda *_: None)
     # The check of an output projection waits, once for a layer of a model.
     monkeypatch.setattr(decoder, "_require_plain", lambda *_: None)
-    # Eigenvectors come from the host's threads: a prompt waits for them, once a layer.
-    monkeypatch.setattr(infinigen2, "eigenvectors", lambda matrices: torch.linalg.eigh(matrices).eigenvectors)
     monkeypatch.setattr(
         managed, "managed_empty", lambda shape, device: torch.empty(shape, dtype=torch.uint8, device=device)
     )
@@ -167,15 +165,15 @@ BUDGETS = {
     "offload-pageable": (21, 21),
     "offload+int4": (18, 18),
     "offload+h2o": (18, 40),
-    "infinigen": (18, 32),
-    "infinigen-artifact": (21, 35),
-    "infinigen+reuse": (18, 32),
-    "infinigen+int4": (18, 30),
+    "infinigen": (18, 31),
+    "infinigen-artifact": (21, 34),
+    "infinigen+reuse": (18, 28),
+    "infinigen+int4": (18, 29),
     "infinigen2": (37, 34),
-    "infinigen2+rows": (37, 34),
+    "infinigen2+rows": (34, 31),
     "infinigen2-sampled": (43, 40),
-    "infinigen (device)": (18, 35),
-    "pool": (18, 63),
+    "infinigen (device)": (18, 34),
+    "pool": (18, 62),
 }
 """Launches in the first layer, which mostly reads the full cache, and in one of the others, the next layer's prediction
 included, and what torch launches to make a bias of a mask; at the shape of OPT-13B. A whole layer of a step costs them

@@ -165,6 +165,19 @@ def test_live_decoding_by_the_kernels(by_kernels, monkeypatch):
     torch.testing.assert_close(on_host, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
+def test_a_gpu_cache_is_attended_to_by_the_kernels(by_kernels, monkeypatch):
+    served, attend = [], codes.attend
+    monkeypatch.setattr(codes, "attend", lambda *args: served.append(1) or attend(*args))
+    with attached_with_link("few") as (attached, link):
+        options = {"placement": "host", "link": link, "gpu_cache": 1.5}
+        got = decoded(attached, CASES["infinigen"], **options)
+        assert served
+        monkeypatch.setattr(switch, "COMPILED", set())
+        expected = decoded(attached, CASES["infinigen"], **options)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 @st.composite
 def masks_and_residents(draw):
     """A mask [batch, 1 or heads, slots], at most `room` of each head, and what is in its kept buffer."""
@@ -180,12 +193,13 @@ def masks_and_residents(draw):
 
 
 @settings(max_examples=20)
-@given(masks_and_residents(), st.sampled_from([4, 1024]))
-def test_lists_are_those_of_the_cpu(case, block):
+@given(masks_and_residents(), st.sampled_from([4, 1024]), st.sampled_from([1, 3]))
+def test_lists_are_those_of_the_cpu(case, block, parts):
     mask, resident = case
     room = resident.shape[-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK", block)
+        patch.setattr(rows, "parts_of", lambda *_: parts)
         listed, number = rows.indices(mask.to(DEVICE), room)
         expected, num_listed = store.indices(mask, room)
         assert torch.equal(listed.cpu(), expected) and int(number.sum()) == num_listed
@@ -213,6 +227,7 @@ def compiled() -> dict[Launches, list[Binary]]:
         aot.launch_lists: 80,
         aot.launch_attention: 89,
         aot.launch_methods: 90,
+        aot.launch_long_rows: 90,
         aot.launch_samples: 80,
         aot.launch_rest: 90,
     }
@@ -241,7 +256,8 @@ def test_rows_are_moved_by_the_binaries_of_the_first_step(compiled):
         (aot.launch_lists, 2 * len(COUNTS), 2),
         (aot.launch_attention, 9, 5),
         (aot.launch_methods, 16, 8),
-        (aot.launch_samples, 15, 7),
+        (aot.launch_long_rows, 24, 12),
+        (aot.launch_samples, 17, 8),
         (aot.launch_rest, 8, 4),
     ],
 )
@@ -253,4 +269,4 @@ def test_the_kernels_are_compiled_once_for_all_numbers(compiled, launches, times
 
 def test_every_kernel_that_is_launched_is_compiled(compiled):
     names = {binary.kernel for binaries in compiled.values() for binary in binaries}
-    assert names == aot.launched_kernels() and len(names) >= 16
+    assert names == aot.launched_kernels() and len(names) >= 17

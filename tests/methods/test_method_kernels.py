@@ -31,18 +31,25 @@ from tests.living import attached_with_link, live
 pytest.importorskip("triton")
 from methods import kernels
 from methods.kernels import coded as coded_kernels
+from methods.kernels import eigen as eigen_kernels
+from methods.kernels import selection as selection_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=10, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
 
 
 @contextmanager
-def compiled(elements: int) -> Iterator[None]:
-    """The kernels serve the tensors of these tests, in tiles of so many elements."""
+def compiled(elements: int, parts: int = 1) -> Iterator[None]:
+    """The kernels serve the tensors of these tests, in tiles of so many elements, and rows in so many parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(switch, "COMPILED", {DEVICE.type})
         patch.setattr(coded_kernels, "ELEMENTS", elements)
+        patch.setattr(selection_kernels, "parts_of", lambda *_: parts)
         yield
+
+
+PARTS = st.sampled_from([1, 2, 5])
+"""Some parts of a short row have no slot."""
 
 
 # Selections
@@ -89,12 +96,12 @@ def rows_on_device(rows: QueryRows) -> QueryRows:
 
 
 @QUICK
-@given(case=shapes, method=methods, elements=st.sampled_from([16, 64]))
-def test_selections_are_those_of_the_torch_code(case, method, elements):
+@given(case=shapes, method=methods, elements=st.sampled_from([16, 64]), parts=PARTS)
+def test_selections_are_those_of_the_torch_code(case, method, elements, parts):
     scores, rows, final = make(case)
     geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
     expected = method.choose(scores.clone(), rows, final, geometry)
-    with compiled(elements):
+    with compiled(elements, parts):
         got = method.choose(scores.to(DEVICE), rows_on_device(rows), final.to(DEVICE), geometry)
     assert torch.equal(got.mask.cpu(), expected.mask)
     assert torch.equal(got.num_read.cpu(), expected.num_read)
@@ -106,15 +113,15 @@ SPECIAL = (math.inf, 3e38, 1e-40, 0.0, -0.0, -1e-40, -2.0, -torch.finfo(torch.fl
 
 @pytest.mark.parametrize("by", ["kernel", "partition", "sort"])
 @settings(QUICK, max_examples=12)
-@given(st.integers(0, 2**31), st.integers(1, 24), st.integers(1, 3), st.integers(1, len(SPECIAL)))
-def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by, seed, slots, rows, kinds):
+@given(st.integers(0, 2**31), st.integers(1, 24), st.integers(1, 3), st.integers(1, len(SPECIAL)), PARTS)
+def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by, seed, slots, rows, kinds, parts):
     """Of two sequences, whose counts differ."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.tensor(SPECIAL)[torch.randperm(len(SPECIAL), generator=generator)[:kinds]]
     values = drawn[torch.randint(0, kinds, (2, 2, rows, slots), generator=generator)]
     count = torch.randint(0, slots + 3, (2, rows), generator=generator)
     if by == "kernel":
-        with compiled(16):
+        with compiled(16, parts):
             spread = values.to(DEVICE).repeat_interleave(2, -1)[..., ::2]  # no piece of memory
             mask = largest(spread, count.to(DEVICE))
     else:  # doubles are sorted, as numbers that numpy does not partition
@@ -127,15 +134,15 @@ def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by, seed, slots, ro
 
 
 @QUICK
-@given(case=shapes, elements=st.sampled_from([16, 64]), far=st.booleans())
-def test_samples_are_those_of_the_torch_code(case, elements, far):
+@given(case=shapes, elements=st.sampled_from([16, 64]), far=st.booleans(), parts=PARTS)
+def test_samples_are_those_of_the_torch_code(case, elements, far, parts):
     """A token whose score / number is that of another up to rounding may be drawn in its place."""
     scores, rows, final = make({**case, "ties": False})
     method = OracleSampled(budget=0.3, seed=case["seed"])
     codes = torch.randint(0, 256, (*scores.shape[:2], scores.shape[-1] + 1), dtype=torch.uint8)[..., :-1]
     distances = codes if far else None
     expected = method.draw(5, scores.clone(), rows, final, distances)
-    with compiled(elements):
+    with compiled(elements, parts):
         on_gpu = rows_on_device(rows)
         distances = codes.to(DEVICE) if far else None
         got = method.draw(5, scores.to(DEVICE), on_gpu, final.to(DEVICE), distances)
@@ -226,6 +233,21 @@ def test_distances_are_coded_as_by_the_torch_code():
         kernels.code_distances(values.to(DEVICE), means.to(DEVICE), codes[:, :, 2:7])
     assert int((codes[:, :, 2:7].cpu().int() - expected).abs().max()) <= 1  # a rounding on the border of two steps
     assert not codes[:, :, :2].any() and not codes[:, :, 7:].any()
+
+
+@pytest.mark.parametrize("size", [1, 7, 12])
+def test_eigenvectors_are_those_of_the_matrices(size, monkeypatch):
+    """Two eigenvalues are one in the middle, so that any turn of their vectors will do."""
+    monkeypatch.setattr(eigen_kernels, "ELEMENTS", 32)
+    generator = torch.Generator().manual_seed(size)
+    values = torch.logspace(-4, 3, size, dtype=torch.float64)
+    values[size // 2] = values[max(0, size // 2 - 1)]
+    basis = torch.linalg.qr(torch.randn(2, 1, size, size, generator=generator, dtype=torch.float64)).Q
+    matrices = basis * values @ basis.mT
+    found = kernels.eigenvectors(matrices.to(DEVICE)).cpu()
+    identity = torch.eye(size, dtype=torch.float64).expand_as(matrices)
+    torch.testing.assert_close(found.mT @ found, identity, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.mT @ matrices @ found, identity * values, rtol=1e-9, atol=1e-9)
 
 
 # Evictions

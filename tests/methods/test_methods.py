@@ -363,10 +363,11 @@ def test_mixed_columns_keep_all_products(columns):
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(columns).double(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("at_once", [2, 7, 1024])
-def test_moments_are_those_of_all_tokens_however_few_are_summed_at_once(at_once, monkeypatch):
-    """2: fewer than the batch has sequences, so one token of each at a time."""
+@pytest.mark.parametrize(("at_once", "compiled"), [(2, set()), (7, set()), (1024, set()), (2, {"cpu"})])
+def test_moments_are_those_of_all_tokens_however_few_are_summed_at_once(at_once, compiled, monkeypatch):
+    """2: fewer than the batch has sequences, so one token of each at a time; on a GPU an eighth of all."""
     monkeypatch.setattr("methods.infinigen2.MOMENT_TOKENS", at_once)
+    monkeypatch.setattr("methods.compiled.COMPILED", compiled)
     query, key, _ = prompt_of(bias=3.0)
     real = torch.ones(3, 40, dtype=torch.bool)
     real[1, :9] = False  # padding on the left

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from harness.checks.families import tiny_family
@@ -26,6 +26,9 @@ from tests.cases import CASES, Case
 from tests.living import FAMILIES, largest_difference, tiny
 from tests.replaying import LENGTH, PROMPT, assert_close, every_model, open_session, run, run_one, run_ragged, token_ids
 from tests.tiny_models import tiny_model
+
+FAR_SCALES = CONFIG_MAPPING["ministral3"]().rope_parameters
+"""Of queries, by their position."""
 
 # A model with other numbers is refused
 
@@ -96,6 +99,37 @@ def test_a_token_without_an_embedding_is_refused_with_both_sizes(tiny_gqa):
     ids = torch.tensor([[3, 300, 5]])
     with attach(tiny_gqa) as attached, pytest.raises(UserError, match=r"token 300, .* embedding has 256 tokens"):
         attached.forward(ids, torch.arange(3)[None], handler=None)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3", "olmo2", "phi3", "gpt2"])
+def test_a_query_made_directly_is_that_of_the_modules_own_code(family, monkeypatch):
+    """In a pass over several rows, and in a step behind them."""
+    early, compared = Attached.early_query, []
+
+    def both(attached: Attached, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        layer, query = attached.layers[index], early(attached, index, hidden)
+        made = None if layer.positions is None else attached._made[layer.positions]
+        known = {"position_embeddings": made, "position_ids": attached._positions}
+        own = attached._query_of(index, layer.rerun(hidden, attached._cache, **known))
+        compared.append(layer.direct is not None and torch.equal(query, own))
+        return query
+
+    monkeypatch.setattr(Attached, "early_query", both)
+    run_one(tiny_family(family), Case(InfiniGen(dense_layers=1)), token_ids(14), 8, calls=(5,))
+    assert all(compared) and len(compared) >= 3
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("olmo", {"clip_qkv": 20.0}),  # cuts large numbers off
+        ("ministral3", {"rope_parameters": {**FAR_SCALES, "original_max_position_embeddings": 64}}),
+        ("gpt_neox", {}),  # the key of a head lies behind its query
+    ],
+)
+def test_a_module_that_does_more_to_a_query_makes_it_itself(family, settings):
+    with attach(tiny_family(family, **settings)) as attached:
+        assert all(layer.direct is None for layer in attached.layers)
 
 
 def test_a_wrong_early_query_is_refused_to_predictions_alone(monkeypatch):

@@ -1,6 +1,7 @@
 """Rows of integer codes in Triton: packed by one kernel instead of some thirty launches, and
 attended to by two instead of some sixty. Exact rows are attended to likewise, where an estimate
-stands for the tokens that are not read: the fused call does not tell its denominator.
+stands for the tokens that are not read: the fused call does not tell its denominator. So are those
+of a GPU cache, of which the fused call loads all, and the kernel those that are read.
 
 The codes of a row are bytes [segments, segment], a segment being what lies in one group and one bit
 plane; its elements are [planes, segments, segment] in that order, each axis rounded up to a power

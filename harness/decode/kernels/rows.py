@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from methods.kernels.selection import parts_of, steps_of
+
 NUM_PROGRAMS = 64
 """Programs that move rows over the link."""
 TILE_BYTES = 4096
@@ -113,35 +115,58 @@ def _launch(
 
 
 # Lists of slots. A program goes through one head's slots block by block and carries how many it has
-# found, so a list is in the order of the slots.
+# found, so a list is in the order of the slots. Where heads are few and long, it takes a part of
+# them, which a launch before has counted.
 
 
-@triton.jit(do_not_specialize=["heads", "batch_stride", "head_stride", "num_slots", "cap"])
+@triton.jit(
+    do_not_specialize=[
+        "heads", "batch_stride", "head_stride", "num_slots", "cap", "parts", "part_slots",
+    ]
+)  # fmt: skip
 def _list_slots(
     mask,
     found,
     number,  # of each head's listed slots
+    counts,  # of each part of a head, int32 [head, parts]
     heads,
     batch_stride,
     head_stride,
     num_slots,
     cap,
+    parts,
+    part_slots,
     BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,  # these three: see `steps_of`
+    LAST: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    head = tl.program_id(0).to(tl.int64)
+    head, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     mask += head // heads * batch_stride + head % heads * head_stride
     found += head * cap
+    start = part * part_slots
+    end = tl.minimum(start + part_slots, num_slots)
     count = 0
-    for first in range(0, num_slots, BLOCK):
-        slot = first + tl.arange(0, BLOCK)
-        wanted = tl.load(mask + slot, mask=slot < num_slots, other=0).to(tl.int32)
-        order = count + tl.cumsum(wanted) - 1
-        tl.store(found + order, slot.to(tl.int64), mask=(wanted != 0) & (order < cap))
-        count += tl.sum(wanted)
-    tl.store(number + head, tl.minimum(count, cap))
-    for first in range(count, cap, BLOCK):
-        order = first + tl.arange(0, BLOCK)
-        tl.store(found + order, tl.full((BLOCK,), -1, tl.int64), mask=order < cap)
+    if LAST == 0:
+        for first in range(start, end, BLOCK):
+            slot = first + tl.arange(0, BLOCK)
+            count += tl.sum(tl.load(mask + slot, mask=slot < end, other=0).to(tl.int32))
+        tl.store(counts + tl.program_id(0), count)
+    else:
+        if PARTS > 1:
+            each = tl.arange(0, PARTS)
+            count = tl.sum(tl.load(counts + head * parts + each, mask=each < part, other=0))
+        for first in range(start, end, BLOCK):
+            slot = first + tl.arange(0, BLOCK)
+            wanted = tl.load(mask + slot, mask=slot < end, other=0).to(tl.int32)
+            order = count + tl.cumsum(wanted) - 1
+            tl.store(found + order, slot.to(tl.int64), mask=(wanted != 0) & (order < cap))
+            count += tl.sum(wanted)
+        if part == parts - 1:
+            tl.store(number + head, tl.minimum(count, cap))
+            for first in range(count, cap, BLOCK):
+                order = first + tl.arange(0, BLOCK)
+                tl.store(found + order, tl.full((BLOCK,), -1, tl.int64), mask=order < cap)
 
 
 @triton.jit(
@@ -240,17 +265,11 @@ def indices(mask: Tensor, cap: int) -> tuple[Tensor, Tensor]:
     number = torch.empty((batch, heads), dtype=torch.int32, device=mask.device)
     if number.numel():
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        _list_slots[(batch * heads,)](
-            mask,
-            found,
-            number,
-            heads,
-            *mask.stride()[:2],
-            num_slots,
-            cap,
-            BLOCK=BLOCK,
-            num_warps=LIST_WARPS,
-        )
+        parts = parts_of(num_slots, batch * heads)
+        counts = number if parts == 1 else number.new_empty((batch, heads, parts))
+        data = (mask, found, number, counts, heads, *mask.stride()[:2], num_slots, cap)
+        for step in steps_of(parts, num_slots, 2):
+            _list_slots[(counts.numel(),)](*data, **step, BLOCK=BLOCK, num_warps=LIST_WARPS)
     return found, number
 
 
