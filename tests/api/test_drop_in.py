@@ -273,8 +273,8 @@ def test_no_row_that_ran_densely_has_logits(model, attached):
 # Refusals
 
 
-def goes_on(model, ids, rows=2, **settings):
-    return model(ids[:, :rows], past_key_values=model(ids, use_cache=True).past_key_values, **settings)
+def goes_on(model, ids, rows=2, batch=1, **settings):
+    return model(ids[:, :rows].repeat(batch, 1), past_key_values=model(ids, use_cache=True).past_key_values, **settings)
 
 
 REFUSED = {
@@ -287,6 +287,7 @@ REFUSED = {
     "training mode": lambda model, ids: model.train()(ids),
     "its decoder cannot be called by itself": lambda model, ids: model.model(ids),
     "max_new_tokens=6: .*with these there are 9": lambda model, ids: goes_on(model, ids, rows=9),
+    "2 sequences, and past_key_values of 1": lambda model, ids: goes_on(model, ids, batch=2),
     r"of shape \(1, 26\)": lambda model, ids: goes_on(model, ids, attention_mask=torch.ones(1, 2)),
     "labels=a Tensor: .*leave it out": lambda model, ids: goes_on(model, ids, labels=ids[:, :2]),
     "not cropped, copied": lambda model, ids: copy.deepcopy(model(ids, use_cache=True).past_key_values),

@@ -359,6 +359,7 @@ def test_settings_of_sampling_where_nothing_is_generated(loaded):
 CANNOT_RUN = {
     "executes the code that a model writes": {"unsafe_code": True},
     "needs images or sound": {"doc_to_image": "picture"},
+    "needs images or sound; models here read text$": "class Seen:\n    MULTIMODAL = True",
     "its YAML cannot be read .ModuleNotFoundError: No module named": "import nowhere_to_be_found",
 }
 """What a task's YAML, or the Python beside it, says."""
@@ -372,7 +373,7 @@ def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
     if isinstance(bad, str):
         (folder / "beside.py").write_text(f"{bad}\n")
         with (folder / "toy_bad.yaml").open("a") as file:
-            file.write("process_docs: !function beside.rows\n")
+            file.write("class: !function beside.Seen\n" if "class" in bad else "process_docs: !function beside.rows\n")
     for name, place in (("toy_bad", ""), ("mixed", "its task toy_bad: ")):
         with refused(f"^tasks={name}: {place}{reason}"):
             inputs.tasks(settings(name, folder=folder, root=root))

@@ -33,7 +33,7 @@ from tests.cases import CASES
 from tests.conftest import refused
 from tests.decode.test_needs import prompts_of
 from tests.living import PROMPT, attached_with_link, calibration_of, open_live, tiny
-from tests.runs import reading, rows_at, tiny_loaded
+from tests.runs import reading, refusal_of, rows_at, tiny_loaded
 from tests.tiny_models import tiny_model
 
 EXACT = Efficiency(1.0, 1.0, 1.0)
@@ -203,6 +203,12 @@ def test_an_emulated_run_finds_opens_and_times_the_largest_batch(monkeypatch, tm
         assert last["device_kv_bytes"] < last["memory_bytes"] == int(0.003 * GIB)
     (axes,) = figure_of(Path("outputs"), "capacity").axes
     assert axes.get_xlabel() == "batch size (sequences)"
+
+
+def test_a_batch_that_the_device_does_not_hold_is_refused_in_a_timed_run(monkeypatch, tmp_path, capsys):
+    texts = reading(monkeypatch, tmp_path, tiny_loaded())
+    words = ["experiment=latency", *texts[1:], *SHORT, "system=ideal", "platform.device_gib=0.003", "batch_size=400"]
+    assert refusal_of(main, words, capsys).startswith("platform.device_gib=0.003: the weights take")
 
 
 # A GPU

@@ -236,13 +236,8 @@ def test_chat_templates(monkeypatch):
     monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
     assert lm.apply_chat_template(turns) == hflm().apply_chat_template(turns) == "[hello]"
     assert lm.chat_template(True) == template
-
-
-def test_a_template_writes_the_same_day_every_day(monkeypatch):
-    template = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}"
-    monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
-    turn = [{"role": "user", "content": "hello"}]
-    assert language_model().apply_chat_template(turn) == "26 Jul 2024 00:00 hello"
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ strftime_now('%d %b %Y %H:%M') }}", raising=False)
+    assert lm.apply_chat_template(turns) == "26 Jul 2024 00:00", "the same day every day"
 
 
 def test_answers_begin_after_the_thinking_as_hflms(monkeypatch):
