@@ -411,3 +411,13 @@ def test_a_bare_call_in_the_middle_of_anothers_pass_is_refused(model):
         finally:
             hook.remove()
     assert len(said) == 1 and "wait until the run that attached it has ended" in said[0]
+
+
+def test_flags_of_single_modules_are_restored(model):
+    model.model.layers[1].train()
+    before = [module.training for module in model.modules()]
+    with pytest.raises(ZeroDivisionError), attach(model):
+        assert not model.model.layers[1].training
+        raise ZeroDivisionError
+    assert [module.training for module in model.modules()] == before and any(before)
+    model.eval()

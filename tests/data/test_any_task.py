@@ -91,7 +91,6 @@ OFFLINE = "data=offline has kv_recall, .*, aime26 alone; needs data=hub"
         ("toy_color", "hub", "tasks=toy_color: did you mean 'toy_colours'"),
         ("toy_meant", "hub", r"tasks=toy_meant: is unknown, and \S+broken.yaml cannot be read"),
         ("arc_easy", "offline", f"tasks=arc_easy: {OFFLINE}, or data=local data.root=DIR with test"),
-        ("graphwalks_128k", "offline", f"tasks=graphwalks_128k: {OFFLINE}(?!.*data=local)"),
         ("own/toy.yaml", "hub", r"tasks=own/toy.yaml: is a file; tasks .*: include_path=own tasks=\[NAME\]$"),
     ],
 )
@@ -199,6 +198,9 @@ def test_a_year_of_aime_has_the_packages_rows_under_lm_evals_prompt(task, tmp_pa
     before = inputs.tasks(load(asked))
     write_rows(tmp_path / tasks.AIME_ROWS.format(task=task), problems[1:])
     assert inputs.tasks(load(asked)) != before, "files that a task's YAML names count"
+    shorter = load_suite(load([*asked, "metadata.max_gen_toks=9"]), None).tasks[task]
+    shorter.build_all_requests(limit=1)
+    assert shorter.instances[0].args[1]["max_gen_toks"] == 9
 
 
 # Runs
@@ -274,6 +276,12 @@ def test_how_many_questions_were_truncated(folder, root, loaded):
     short = replace(loaded, max_length=16)
     for config, model, expected in ((refusing, loaded, None), (cutting, loaded, 0), (cutting, short, 3)):
         assert run_tasks(config, model).metrics["toy_sums"].get("num_truncated") == expected
+
+
+def test_a_class_of_lm_eval_makes_its_own_rows(folder):
+    (folder / "own.py").write_text("from lm_eval.tasks.swde.task import SWDE as Mine\n")
+    (folder / "mine.yaml").write_text("task: mine\nclass: !function own.Mine\n")
+    assert plan(settings("mine", folder=folder)).tasks["mine"].makes_rows
 
 
 # Sampled answers

@@ -301,15 +301,15 @@ def test_settings_without_meaning_are_refused(words, said):
 @pytest.mark.parametrize(
     ("question", "run", "said"),
     [
-        ([], ["method=infinigen"], "method=infinigen: how many tokens it reads depends on the text"),
-        (["model=gemma3-270m"], [], "model=gemma3-270m: the cost model knows opt"),
-        (["platform.cards=3"], [], "platform.cards=3: must divide the 8 KV heads of llama3.1-8b"),
+        ([], "method=infinigen", "method=infinigen: how many tokens it reads depends on the text"),
+        (["model=gemma3-270m"], "method=full", "model=gemma3-270m: the cost model knows opt"),
+        (["platform.cards=3"], "method=full", "platform.cards=3: must divide the 8 KV heads of llama3.1-8b"),
     ],
 )
 def test_what_cannot_be_modelled_is_refused(question, run, said):
-    asked = ["experiment=advise", "platform=h100-pcie5", *question]
+    asked = load(["experiment=advise", "platform=h100-pcie5", *question])
     with refused(f"^{re.escape(said)}"):
-        modelled.modelled_step(modelled_run(load(asked), run or ["method=full"]))
+        modelled.modelled_step(modelled_run(asked, [run]))
 
 
 def test_the_figure_marks_walls_and_where_a_method_wins(monkeypatch):

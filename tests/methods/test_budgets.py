@@ -116,13 +116,6 @@ def refusal_of(method, prompt: int, final: int, budget: float) -> str:
     return ""
 
 
-def test_a_refused_budget_says_what_is_allowed():
-    said = refusal_of(SnapKV(dense_layers=2), 256, 1024, 0.1)
-    assert said.startswith("budget=0.1: the nearest budget of method=mine is 0.")
-    assert "(method.dense_layers=2 of 10 layers read the full cache)" in said and "budget=nearest:0.1" in said
-    assert refusal_of(SnapKV(dense_layers=0), 960, 1024, 0.1) == ""
-
-
 STRUCTURE = {"duo", "kascade"}
 """Heads or layers that read everything by the method's own design."""
 LONG_ANSWERS = {"random", "triattention"}
@@ -145,6 +138,12 @@ def test_at_the_default_lengths_methods_can_read_a_tenth():
             if said:
                 refused[name] = said
     assert set(refused) <= STRUCTURE | LONG_ANSWERS and "snapkv" not in refused
+
+
+def test_a_codecs_bits_count_in_the_layers_that_it_codes():
+    method, rows = Streaming(budget=0.2, num_sinks=1, dense_layers=2), {TokenCounts(100, 50, 200): 1}
+    budget = expected_budget(method, rows, 10, [1, 1, 0.5, *[0.25] * 6, 0.125])
+    assert budget == pytest.approx((2 + (0.5 + 6 * 0.25 + 0.125) * 0.4) / 10)
 
 
 @pytest.mark.parametrize(

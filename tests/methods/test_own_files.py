@@ -89,13 +89,6 @@ def test_a_file_or_a_class_is_chosen_like_any_method(choice, name, own_folder):
     assert config.method.sizes == (1, 2)
 
 
-def test_it_is_one_of_a_sweep(runs, capsys):
-    write()
-    assert main(["-m", "method=h2o,./mine.py", "seq_len=300"]) == 0
-    assert [config.method_name for config in runs.configs] == ["h2o", "mine"]
-    assert "| mine " in capsys.readouterr().out
-
-
 def test_a_file_is_chosen_like_any_codec():
     write(CODEC)
     config = load([*AS_CODEC, "codec_settings.levels=7"])
@@ -121,7 +114,6 @@ REFUSED = [
     ("method=./mine.py", METHOD + "    when = 'never'\n", "Mine.when='never': allowed: kept, earlier_layer"),
     ("codec=mine", CODEC, "allowed: bf16, fp16, fp32"),
     ("codec=./mine.py codec_settings.level=3", CODEC, "setting codec_settings.level: did you mean 'levels'?"),
-    ("codec=./mine.py group_size=32", CODEC, "group_size=32: codec=mine has no groups"),
 ]  # fmt: skip
 
 
@@ -336,13 +328,3 @@ def test_a_codecs_mistake_is_found(mistake, capsys):
     write(CODEC.replace(before, after))
     lines, error = failed(AS_CODEC, capsys)
     assert is_said(expected, lines) and "error: method=full codec=mine: " in error, lines
-
-
-def test_a_right_codec_keeps_the_contract(capsys):
-    write(CODEC)
-    assert main([*AS_CODEC, "experiment=contract"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith(("ok ", "- ")) for line in lines)
-    of_codec = [line for line in lines if "a codec's rows are as counted" in line]
-    sizes = ("8.667 to 9 bits an element", "8.5 to 8.667 bits an element")
-    assert len(of_codec) == 8 and all(line.endswith(sizes) for line in of_codec)

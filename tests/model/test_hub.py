@@ -155,11 +155,8 @@ def test_a_gated_model_is_refused_in_the_hubs_words_and_fetched_with_a_token(ser
 def test_other_refusals(served, monkeypatch):
     assert re.search("Repository Not Found .* make sure you are authenticated", refused("org/no"))
     served.requests.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        assert "HF_HUB_OFFLINE" in refused() and not served.requests
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
-    assert "the connection to http://127.0.0.1:9 failed" in refused()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in refused() and not served.requests
 
 
 # Data sets, in commands of the README

@@ -445,7 +445,6 @@ def test_a_line_joins_runs_of_one_kind(tmp_path) -> None:
     found = {name: list(xy(axes, name)[0]) for name in lines(axes)}
     assert found == {"InfiniGen": [10, 20], "InfiniGen, budget not set": [15]}
     assert {line.lines[0].get_color() for line in lines(axes).values()} == {style.LOOKS["InfiniGen"].color}
-    assert list(lines(drawn("fig11", tmp_path, by_setting).axes[0])) == ["InfiniGen"]
 
 
 def test_bars_are_errors_of_the_difference_where_the_table_has_it(shown, tmp_path) -> None:
@@ -575,6 +574,12 @@ def test_published_points_only_where_the_setup_matches(name, batch, expected, tm
 
 
 # Looks, damage, files
+
+
+def test_labels_that_are_not_listed_have_looks_of_their_own() -> None:
+    with style.applied():
+        looks = {style.look(f"method {number}") for number in range(len(style.OTHERS))}
+    assert len(looks) == len(style.OTHERS) and not looks & {*style.LOOKS.values()}
 
 
 def test_two_rows_for_one_bar_are_refused_and_others_still_drawn(tmp_path, monkeypatch) -> None:

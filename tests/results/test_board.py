@@ -357,6 +357,13 @@ def test_a_method_on_one_further_model_leaves_the_table_as_it_was(results):
     assert set(rows[rows.over == "own"].label) == {"Oracle", "Mine"}, "a board of its own"
 
 
+def test_a_model_with_few_methods_that_comes_first_is_no_first_board(tmp_path):
+    put(tmp_path, TEXTS, window_rows("own", 8, ["Near"]))
+    put(tmp_path / "other", TEXTS, window_rows("big", 8))
+    rows = made(tmp_path)
+    assert set(rows.over) == {"big"} and list(rows.label) == ["Near", "Alike", "Oracle", "Far"]
+
+
 def test_one_text_and_one_window_have_no_interval(tmp_path):
     put(tmp_path, TEXTS, [row for row in window_rows("big", 1) if row["text"] == "book"])
     rows = made(tmp_path)
@@ -459,6 +466,18 @@ def test_a_timed_record_becomes_a_step_under_the_name_of_its_method(tmp_path):
     (row,) = read_frame(tmp_path / "tables" / f"{STEPS}.csv").itertuples()
     assert (row.label, row.method, row.codec, row.asked_budget) == ("InfiniGen2 + int8", "infinigen2", "int8", 0.1)
     assert row.step_s == pytest.approx(0.01) and row.budget == 0.09
+
+
+def test_a_run_replaces_its_shipped_windows_and_no_others(tmp_path):
+    shipped: Rows = []
+    for label, method in (("H2O", "h2o"), ("Near", "infinigen2")):
+        shipped += window_rows("smollm2-135m", 4, [label], method=method, settings="")
+    put(tmp_path, TEXTS, [row for row in shipped if row["text"] == "code"])
+    save_windows(tmp_path, "method=h2o", "budget=nearest:0.1", "method.dense_layers=0")
+    tables.update(tmp_path, "board")
+    rows = read_frame(tmp_path / "tables" / f"{TEXTS}.csv")
+    assert rows[rows.label == "H2O"].kl_nats.tolist() == [0.1, 0.3]
+    assert rows[rows.label == "Near"].shipped.tolist() == ["yes"] * 4
 
 
 def drawn(results: Path, name: str) -> Any:

@@ -79,7 +79,6 @@ REFUSED = {
     ),
     "prompt=Hello method=h2o": "prompt=Hello: needs experiment=generate",
     "model=Qwen/Qwen3-8B": "model=Qwen/Qwen3-8B: chooses a file of conf/model; type model.hub_id=Qwen/Qwen3-8B",
-    "model=./no.gguf": "model=./no.gguf: chooses a file of conf/model, and there is no such folder or file; type model",
     "dtype=bfloat16": "unknown setting dtype: did you mean 'model.dtype'",
     "tasks=kv_recall,passkey": (
         "tasks=kv_recall,passkey: is a sweep, which needs -m; as a list: tasks=[kv_recall,passkey]"

@@ -162,6 +162,14 @@ def test_the_last_marker_counts_and_choices_in_the_context_have_one_final_length
     assert short.prefill_len == long.prefill_len == long.final_length // 2
 
 
+def test_questions_to_one_cache_have_one_final_length():
+    asked = choices(*QUESTIONS[:2])
+    finals = {request.final_length for request in planned(asked, QUESTION)}
+    in_turns = planned(asked, QUESTION._replace(in_turns=True))
+    assert len({request.prompt for request in in_turns}) == 1 and len(finals) == 2
+    assert {request.final_length for request in in_turns} == {max(finals)}
+
+
 def test_what_is_asked_for_a_text():
     def request(context, prefill=DENSE, **settings) -> Request:
         return planned(texts(context, **({"until": []} | settings)), prefill)[0]

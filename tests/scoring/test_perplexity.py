@@ -310,7 +310,6 @@ def test_the_full_cache_is_at_no_distance_from_itself(kind, loaded, text):
         assert all(metrics[name] == metrics[f"{name}_full"] for name in ("text_perplexity", "repetition"))
         assert (metrics["text_nll_difference"], metrics["repetition_difference"]) == (0, 0)
         assert (metrics["first_divergence"], metrics["never_diverged"]) == (STEPS, 3)
-        assert metrics["seq_len"] == PROMPT + STEPS
 
 
 READ = statistics.mean(12 / cached for cached in range(20, 59))
