@@ -22,7 +22,7 @@ from harness.results.samples import clustered_stderr
 from harness.run.compose import load
 from harness.run.runner import Run
 from harness.scoring.evaluation import Repeat, joined, run_tasks
-from harness.settings.config import AIME_TASKS, DataConfig, RunConfig, SamplingConfig
+from harness.settings.config import AIME_TASKS, RunConfig, SamplingConfig
 from methods.h2o import H2O
 from tests.conftest import refused
 from tests.data.test_tasks import ANSWERED, loaded, refuse, settings, write_rows, write_yaml  # noqa: F401, a fixture
@@ -89,11 +89,8 @@ OFFLINE = "data=offline has kv_recall, .*, aime26 alone; needs data=hub"
     ("name", "data", "message"),
     [
         ("toy_color", "hub", "tasks=toy_color: did you mean 'toy_colours'"),
-        ("Passkey", "hub", "tasks=Passkey: did you mean 'passkey'"),
         ("toy_meant", "hub", r"tasks=toy_meant: is unknown, and \S+broken.yaml cannot be read"),
         ("arc_easy", "offline", f"tasks=arc_easy: {OFFLINE}, or data=local data.root=DIR with test"),
-        ("graphwalks_128k", "offline", f"tasks=graphwalks_128k: {OFFLINE}(?!.*data=local)"),
-        ("mmlu", "offline", "tasks=mmlu: .* data=local data.root=DIR with test.jsonl, .* in mmlu"),
         ("own/toy.yaml", "hub", r"tasks=own/toy.yaml: is a file; tasks .*: include_path=own tasks=\[NAME\]$"),
     ],
 )
@@ -143,8 +140,6 @@ def test_examples_follow_lm_evals_rule(folder, root):
             rf"^num_fewshot={most + 1}: {name} has no rows for so many .* split {split} of .*; at most {most}$"
         ):
             load_suite(more, None)
-    with refused("^num_fewshot=1: toy_shapes has no rows for so many examples in split dev of data.root=.*; at most 0"):
-        load_suite(settings("toy_shapes", folder=folder, root=root, num_fewshot=1), None)
 
 
 def test_examples_that_stand_in_the_yaml_need_no_split(root):
@@ -275,34 +270,18 @@ def test_gsm8k_as_with_hflm(root, loaded):
     assert [sample["context_tokens"] - sample["prefill_len"] for sample in samples] == own
 
 
-SWDE = """
-import datasets
-from lm_eval.tasks.swde.task import SWDE
-
-class Mine(SWDE):
-    def download(self, *args, **kwargs):
-        row = {"text": "Title: Heat. Year: 1995. The year is", "value": "1995", "key": "year"}
-        self.dataset = {"validation": datasets.Dataset.from_list([row] * 2)}
-"""
-"""A class of lm-eval's with rows that are made here: its own come from the hub."""
-
-
-def test_a_class_of_lm_eval_runs_as_with_hflm(folder, loaded):
-    (folder / "own.py").write_text(SWDE)
-    (folder / "mine.yaml").write_text("task: mine\nclass: !function own.Mine\n")
-    config = settings("mine", folder=folder, prefill="dense")
-    outcome, theirs = run_tasks(config, loaded), stock(config, loaded)
-    assert outcome.metrics["mine"]["contains"] == pytest.approx(theirs["results"]["mine"]["contains,none"])
-    texts = [logged["resps"][0][0] for logged in theirs["samples"]["mine"]]
-    assert [sample["text"] for sample in outcome.samples["mine"]] == texts and len(texts) == 2
-
-
 def test_how_many_questions_were_truncated(folder, root, loaded):
     refusing = settings("toy_sums", folder=folder, root=root)
     cutting = settings("toy_sums", folder=folder, root=root, task={"too_long": "truncate"})
     short = replace(loaded, max_length=16)
     for config, model, expected in ((refusing, loaded, None), (cutting, loaded, 0), (cutting, short, 3)):
         assert run_tasks(config, model).metrics["toy_sums"].get("num_truncated") == expected
+
+
+def test_a_class_of_lm_eval_makes_its_own_rows(folder):
+    (folder / "own.py").write_text("from lm_eval.tasks.swde.task import SWDE as Mine\n")
+    (folder / "mine.yaml").write_text("task: mine\nclass: !function own.Mine\n")
+    assert plan(settings("mine", folder=folder)).tasks["mine"].makes_rows
 
 
 # Sampled answers
@@ -376,17 +355,11 @@ def test_a_task_that_samples_by_its_own_yaml(folder, root, loaded):
     cold = run_tasks(settings("toy_warm", **about, sampling=SamplingConfig(temperature=0.0)), loaded)
     greedy = run_tasks(settings("toy_sums", **about), loaded)
     assert cold.metrics["toy_warm"] == greedy.metrics["toy_sums"], "temperature=0 comes before the task's"
-    twice = run_tasks(settings("toy_sampled", **about, sampling=SamplingConfig(1.0, repeats=2)), loaded)
-    for sample in twice.samples["toy_sampled"]:
-        texts = [text for repeat in sample["repeats"] for text in (repeat["text"], *repeat["more_texts"])]
-        assert len(texts) == 6 and len({*texts}) == 6, "each answer has random numbers of its own"
 
 
-@pytest.mark.parametrize(("setting", "value"), [("temperature", 0.5), ("repeats", 2), ("top_k", 4)])
-def test_settings_of_sampling_where_nothing_is_generated(setting, value, loaded):
-    sampling = SamplingConfig(**{setting: value})
-    with pytest.raises(UserError, match=f"^{setting}={value}: no answer of kv_recall is generated; leave it out"):
-        run_tasks(settings("kv_recall", sampling=sampling), loaded)
+def test_settings_of_sampling_where_nothing_is_generated(loaded):
+    with pytest.raises(UserError, match="^repeats=2: no answer of kv_recall is generated; leave it out"):
+        run_tasks(settings("kv_recall", sampling=SamplingConfig(repeats=2)), loaded)
 
 
 # Refusals
@@ -396,7 +369,6 @@ CANNOT_RUN = {
     "needs images or sound": {"doc_to_image": "picture"},
     "needs images or sound; models here read text$": "class Seen:\n    MULTIMODAL = True",
     "its YAML cannot be read .ModuleNotFoundError: No module named": "import nowhere_to_be_found",
-    "its YAML cannot be read": "raise ValueError('of two\\nlines')",
 }
 """What a task's YAML, or the Python beside it, says."""
 
@@ -413,13 +385,6 @@ def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
     for name, place in (("toy_bad", ""), ("mixed", "its task toy_bad: ")):
         with refused(f"^tasks={name}: {place}{reason}"):
             inputs.tasks(settings(name, folder=folder, root=root))
-
-
-def test_without_a_hub_one_line_says_what_to_do(monkeypatch, loaded):
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with refused(r"not cached.*data=local data.root=DIR with test.jsonl, .* in gsm8k/"):
-        load_suite(settings("gsm8k", data=DataConfig("hub")), loaded)
 
 
 # Identity

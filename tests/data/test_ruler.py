@@ -23,7 +23,6 @@ from harness.data.ruler import (
     INSTALL,
     MARKERS,
     NAMES,
-    NEEDLES,
     ONE_NEEDLE,
     QUESTIONS,
     facts,
@@ -278,12 +277,8 @@ def test_the_group_of_all_tasks_has_their_mean_at_each_length(monkeypatch):
 def test_a_length_too_short(task, tokenizer):
     """Upstream would not return."""
     for length in [300] if task in NAMES else [1, 150]:
-        with pytest.raises(UserError, match=rf"^metadata.max_seq_lengths: {length} is too short for {task}") as refusal:
+        with pytest.raises(UserError, match=rf"^metadata.max_seq_lengths: {length} is too short for {task}"):
             make(task, length, 3, 0, tokenizer)
-        if task not in NEEDLES or task in NAMES:
-            least = int(re.search(r"needs (\d+)", str(refusal.value)).group(1))
-            count = 2 if task in NAMES else 20
-            assert len(make(task, least + 1, count, 0, tokenizer)) == count
 
 
 def test_a_length_beyond_the_model(tokenizer):
@@ -296,5 +291,3 @@ def test_a_length_beyond_the_model(tokenizer):
         ruler.load("ruler_fwe", settings("num_samples=2"), model_of(tokenizer, taken - 1))
     assert ruler.load("ruler_fwe", settings("num_samples=2"), model_of(tokenizer, taken))
     assert ruler.load("ruler_fwe", settings("num_samples=2", "too_long=truncate"), model_of(tokenizer, 600))
-    with pytest.raises(UserError, match="num_fewshot=2: task ruler_vt takes no examples"):
-        load_suite(settings("tasks=[ruler_vt]", "num_fewshot=2"), model_of(tokenizer))

@@ -150,17 +150,6 @@ def test_sizes_by_hand():
         assert codec.bits_per_element(head_dim) == pytest.approx(bits), (codec, head_dim)
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    integer_names, st.sampled_from([1, 3, 4, 32]), st.integers(0, 3), st.integers(1, 100), seeds,
-    st.sampled_from(sorted(FLOAT_DTYPES)),
-)  # fmt: skip
-def test_a_channel_is_coded_as_a_row_is(name, group_size, groups, head_dim, seed, compute):
-    x = rows((2, 2, groups * group_size, head_dim), seed).to(FLOAT_DTYPES[compute])
-    of_channels = ChannelCodec(name, group_size).roundtrip(x)
-    assert torch.equal(of_channels, IntegerCodec(name, group_size).roundtrip(x.mT).mT)
-
-
 def test_fp8_is_e4m3_that_saturates():
     x = torch.tensor([0.0, -1.0, 447.0, 449.0, -1e9, 1.0625, 2.0**-9, 2.0**-11, 464.0])
     expected = torch.tensor([0.0, -1.0, 448.0, 448.0, -448.0, 1.0, 2.0**-9, 0.0, 448.0])  # 1.0625 ties to even
@@ -190,17 +179,12 @@ MAX_1960 = {
     4: (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733),
 }  # fmt: skip
 """Max, Quantizing for Minimum Distortion (1960), table I: the positive outputs for 4, 8 and 16 levels."""
-DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497}
-"""The same table's mean squared error of a normal number of variance 1."""
 
 
 @pytest.mark.parametrize("bits", MAX_1960)
 def test_the_centroids_are_those_that_max_published(bits):
     centroids, positive = lloyd_max(bits), MAX_1960[bits]
     assert centroids == pytest.approx([*(-each for each in reversed(positive)), *positive], abs=5e-4)
-    numbers = torch.randn(200_000, 1, generator=torch.Generator().manual_seed(0)).double()
-    nearest = (numbers - torch.tensor(centroids)).abs().amin(-1)
-    assert float(nearest.square().mean()) == pytest.approx(DISTORTION[bits], rel=0.03)
 
 
 def turbo_row(row: np.ndarray, bits: int) -> np.ndarray:
@@ -282,23 +266,14 @@ def test_rows_beyond_fp16_read_back_as_finite_numbers(scale, dtype):
         assert torch.equal(codec.decode(codec.encode(x), 64, dtype), back), codec
 
 
-def uneven(shape, seed: int, scale: float = 1.0) -> torch.Tensor:
-    """Gaussian rows with a large channel, a large token, a constant row and a row of zeros."""
-    x = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    x[..., shape[-1] // 3] += 20 * scale
-    x[..., shape[-2] // 2, :] *= 9
-    x[..., 0, :] = 0.7 * scale
-    x[..., 1, :] = 0
-    return x
-
-
 # llama.cpp's cache types
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(sorted(GGML_BITS)), st.integers(1, 4), seeds, st.sampled_from([1e-4, 1.0, 300.0]))
 def test_bytes_and_numbers_are_those_of_gguf(name, blocks, seed, scale):
-    x, codec, kind = uneven((3, 5, 32 * blocks), seed, scale), GgmlCodec(name), GGMLQuantizationType[name.upper()]
+    x, codec, kind = rows((3, 5, 32 * blocks), seed, scale), GgmlCodec(name), GGMLQuantizationType[name.upper()]
+    x[..., 0, :], x[..., 1, :9] = 0, 20 * scale
     packed = codec.encode(x)
     expected = quants.quantize(x.numpy(), kind)
     assert torch.equal(packed, torch.from_numpy(expected)) and packed.shape[-1] == codec.row_bytes(32 * blocks)

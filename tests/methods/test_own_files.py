@@ -89,15 +89,6 @@ def test_a_file_or_a_class_is_chosen_like_any_method(choice, name, own_folder):
     assert config.method.sizes == (1, 2)
 
 
-def test_it_is_one_of_a_sweep(runs, capsys):
-    write()
-    assert main(["-m", "method=h2o,./mine.py", "seq_len=300"]) == 0
-    assert [config.method_name for config in runs.configs] == ["h2o", "mine"]
-    assert "| mine " in capsys.readouterr().out
-    assert main(["--cfg", "job", "method=./mine.py"]) == 0
-    assert "budget: 0.5" in capsys.readouterr().out
-
-
 def test_a_file_is_chosen_like_any_codec():
     write(CODEC)
     config = load([*AS_CODEC, "codec_settings.levels=7"])
@@ -115,21 +106,14 @@ def test_a_file_is_chosen_like_any_codec():
 
 REFUSED = [
     ("method=./none.py", None, "there is no file none.py"),
-    ("method=./mine.py", HEAD + "\nclass Mine(:\n", "SyntaxError: invalid syntax (mine.py, line 5)"),
     ("method=./mine.py", HEAD, "no class in it derives from methods.base.Method"),
     ("method=./mine.py", METHOD + OTHER, "defines Mine, Other; choose one, as method=./mine.py:Mine"),
     ("method=./mine.py:Mime", METHOD + OTHER, "did you mean 'Mine'? allowed: Mine, Other"),
-    ("method=nowhere.Mine", METHOD, "ModuleNotFoundError: No module named 'nowhere'"),
     ("method=./mine.py", METHOD.replace("@dataclass(frozen=True)", ""), "Mine must be a @dataclass(frozen=True)"),
     ("method=./h2o.py", METHOD, "h2o is a method of conf/method; rename the file"),
     ("method=./mine.py", METHOD + "    when = 'never'\n", "Mine.when='never': allowed: kept, earlier_layer"),
-    ("codec=./mine.py", HEAD, "no class in it derives from methods.codecs.base.RowCodec"),
-    ("codec=./int4.py", CODEC, "int4 is a codec of this project; rename the file"),
     ("codec=mine", CODEC, "allowed: bf16, fp16, fp32"),
-    ("codec=./mine.py codec_settings.levels=few", CODEC, "codec_settings.levels=few: must be a whole number"),
     ("codec=./mine.py codec_settings.level=3", CODEC, "setting codec_settings.level: did you mean 'levels'?"),
-    ("codec=./mine.py group_size=32", CODEC, "group_size=32: codec=mine has no groups"),
-    ("codec=int4 value_codec=./mine.py", CODEC, "value_codec=./mine.py: "),
 ]  # fmt: skip
 
 
@@ -156,12 +140,7 @@ LAST = "return (packed[..., 2:].view(torch.int8) * step).to(dtype)"
 PACKED = "return torch.cat([step.view(torch.uint8), codes.view(torch.uint8)], -1)"
 WRONG = {
     "broadcast elements": (LAST, f"{LAST}[..., :1]", "decode gives torch.float32 [1, 2, 150, 1]; allowed: torch.float"),
-    "one token": (LAST, f"{LAST}[..., :1, :]", "decode gives torch.float32 [1, 2, 1, 16]"),
-    "nothing": (LAST, "pass", "decode gives NoneType; allowed: torch.float32 [1, 2, 150, 16]"),
     "signed bytes": (PACKED, f"{PACKED}.view(torch.int8)", "encode gives torch.int8 [1, 2, 150, 18]"),
-    "its own round trip": (
-        LAST, f"{LAST}\n\n    def roundtrip(self, x): return x[..., :1]", "roundtrip gives torch.float32 [1, 2, 15",
-    ),
 }  # fmt: skip
 LIVE = ["experiment=generate", "prompt=a cache", "platform.link_gbps=1"]
 
@@ -186,6 +165,15 @@ def run_id(*words: str) -> str:
     return Run.of(load(words)).path.parent.name
 
 
+def test_an_edited_codec_and_another_setting_are_other_runs():
+    write(CODEC)
+    first, other = run_id(*AS_CODEC), run_id(*AS_CODEC, "codec_settings.levels=7")
+    write(CODEC.replace("1e-7", "1e-6"))
+    edited = run_id(*AS_CODEC)
+    assert edited != first and records.settings_of(edited) == records.settings_of(first)
+    assert records.settings_of(other) != records.settings_of(first)
+
+
 def test_an_edited_file_is_another_run_and_its_place_is_not(own_folder):
     path, first = write(), run_id(*AS_METHOD)
     write(METHOD + "    more = 1\n")
@@ -196,16 +184,6 @@ def test_an_edited_file_is_another_run_and_its_place_is_not(own_folder):
     elsewhere.mkdir()
     shutil.move(path, elsewhere)
     assert run_id("method=elsewhere/mine.py") == edited
-
-
-def test_an_edited_codec_and_another_setting_are_other_runs():
-    write(CODEC)
-    first = run_id(*AS_CODEC)
-    write(CODEC.replace("1e-7", "1e-6"))
-    edited = run_id(*AS_CODEC)
-    assert edited != first and records.settings_of(edited) == records.settings_of(first)
-    other = run_id(*AS_CODEC, "codec_settings.levels=7")
-    assert records.settings_of(other) != records.settings_of(first)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +211,6 @@ def test_the_file_that_a_method_names_counts():
     assert run_id(*AS_METHOD) == first
     data.write_text("0.2\t0.8\n")
     assert run_id(*AS_METHOD) != first
-    data.unlink()
-    with pytest.raises(ValueError, match=rf"method=mine: its file {data} cannot be read \(.*No such file"):
-        run_id(*AS_METHOD)
 
 
 # The contract
@@ -353,13 +328,3 @@ def test_a_codecs_mistake_is_found(mistake, capsys):
     write(CODEC.replace(before, after))
     lines, error = failed(AS_CODEC, capsys)
     assert is_said(expected, lines) and "error: method=full codec=mine: " in error, lines
-
-
-def test_a_right_codec_keeps_the_contract(capsys):
-    write(CODEC)
-    assert main([*AS_CODEC, "experiment=contract"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith(("ok ", "- ")) for line in lines)
-    of_codec = [line for line in lines if "a codec's rows are as counted" in line]
-    sizes = ("8.667 to 9 bits an element", "8.5 to 8.667 bits an element")
-    assert len(of_codec) == 8 and all(line.endswith(sizes) for line in of_codec)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -155,14 +154,9 @@ def test_a_gated_model_is_refused_in_the_hubs_words_and_fetched_with_a_token(ser
 
 def test_other_refusals(served, monkeypatch):
     assert re.search("Repository Not Found .* make sure you are authenticated", refused("org/no"))
-    assert "Repo id must" in refused("a/b/c")
     served.requests.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        assert "HF_HUB_OFFLINE" in refused() and not served.requests
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
-    began = time.monotonic()
-    assert "the connection to http://127.0.0.1:9 failed" in refused() and time.monotonic() - began < 5
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in refused() and not served.requests
 
 
 # Data sets, in commands of the README
@@ -222,22 +216,12 @@ def test_rows_of_a_task_are_of_a_revision(served):
     assert after["rte"] == before["rte"] and after["copa"] != before["copa"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "answer", "words"),
-    [
-        ("/wikitext", status(503, "The hub is being updated"), "503 .*being updated"),
-        ("nothing", None, "not cached, and the connection to http://127.0.0.1:9 failed"),
-    ],
-)
-def test_a_refused_data_set_says_what_the_hub_answered(asked, answer, words, served, monkeypatch):
-    served.disturb(asked, answer)
-    if answer is None:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
-    with pytest.raises(UserError, match=rf"^data=hub: {WIKITEXT_HUB[0]} cannot be loaded \(.*{words}") as caught:
+def test_a_refused_data_set_says_what_the_hub_answered(served):
+    served.disturb("/wikitext", status(503, "The hub is being updated"))
+    said = rf"^data=hub: {WIKITEXT_HUB[0]} cannot be loaded \(.*503 .*being updated"
+    with pytest.raises(UserError, match=said) as caught:
         corpus_text(CORPUS, HUB)
     message = str(caught.value)
     assert "data=local data.root=DIR" in message and "data=offline" in message and "\n" not in message
-    assert (answer is None) == (not served.requests), "a hub that is out of reach is asked once"
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.url)
     served.faults.clear()
     assert corpus_text(CORPUS, HUB), "goes on"

@@ -1,6 +1,5 @@
 """Loading models: every source, the converted copy, the shipped shapes, and one clear line for each fault."""
 
-import importlib.util
 import json
 import os
 import pickle
@@ -107,8 +106,6 @@ def write_tiny_gguf(path: Path, extra: Mapping[str, Any] = {}, tensors: Mapping[
     alphabet += [chr(256 + i) for i in range(VOCAB_SIZE - len(alphabet))]
     alphabet[-2:] = "abc", "ab"  # no merge makes the first
     for key, value in extra.items():
-        if value is None:  # left out
-            continue
         kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}[type(value)]
         getattr(writer, f"add_{kind}")(key, value)
     for name, numbers in tensors.items():
@@ -211,30 +208,18 @@ def test_a_shipped_shape_is_the_published_one(name):
 
 
 DECODERS = r"allowed: decoders of transformers \d+\.\d+\.\d+ \(AutoModelForCausalLM\)$"
-NO_MODELS = [
-    ({"model_type": "lama"}, rf"model_type=lama is not supported: did you mean 'llama' .*\? {DECODERS}"),
-    ({"model_type": "bart"}, f"model_type=bart is not supported: it is an encoder-decoder; {DECODERS}"),
-    ({"model_type": "vit"}, f"model_type=vit is not supported: it is no decoder; {DECODERS}"),
-    (TINY_SHAPE | {"hidden_size": 33}, "its shape is not valid .*not a multiple"),
-]
 
 
-@pytest.mark.parametrize(("shape", "said"), NO_MODELS)
-def test_refuses_a_shape_of_no_causal_decoder(shape, said):
-    refused(said, configured(weights="random", shape=shape))
+def test_refuses_a_shape_of_no_causal_decoder():
+    for name, said in (("lama", "did you mean 'llama' .*\\?"), ("bart", "it is an encoder-decoder;")):
+        config = configured(weights="random", shape={"model_type": name})
+        refused(f"model_type={name} is not supported: {said} {DECODERS}", config)
 
 
-@pytest.mark.parametrize(
-    ("shape", "attention", "max_length"),
-    [
-        ({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96}, "sdpa", 96),
-        ({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4}, "eager", 2**31 - 1),
-    ],
-)
-def test_any_decoder_of_transformers_is_loaded(shape, attention, max_length):
+def test_a_decoder_without_fused_attention_is_loaded_and_takes_any_length():
+    shape = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4}
     loaded = load_model(configured(weights="random", shape=shape))
-    assert loaded.model.config._attn_implementation == attention and loaded.max_length == max_length
-    assert loaded.model(IDS).logits.isfinite().all()
+    assert (loaded.model.config._attn_implementation, loaded.max_length) == ("eager", 2**31 - 1)
 
 
 def test_a_softcap_is_not_left_to_the_fused_attention(monkeypatch):
@@ -318,8 +303,6 @@ DAMAGE = {
     "no model at all": ({"config.json": None, "model.safetensors": None}, "neither a config.json nor a GGUF"),
     "a missing layer": ({"config.json": {"num_hidden_layers": 5}}, r"lacks \d+ weights"),
     "a pickle as a shard": (only("pytorch_model.bin"), "lie in pytorch_model.bin, no .safetensors file that is here"),
-    "a tokenizer of nothing": ({"tokenizer.json": '{"version": "1.0"}'}, "tokenizer in .* cannot be loaded"),
-    "a configuration cut short": ({"config.json": '{"model_type'}, "its config.json cannot be read"),
 }
 
 
@@ -356,7 +339,7 @@ def test_a_gguf_is_converted_once_and_computes_the_same(tiny_gguf, monkeypatch, 
     assert again.tokenizer.decode(again.tokenizer("abc").input_ids) == "abc"
 
 
-def test_one_of_several_ggufs_is_named(tiny_gguf, hub_server, monkeypatch, tmp_path):
+def test_one_of_several_ggufs_is_named(tiny_gguf, hub_server):
     repository = Repository({"README.md": b"", "tiny.gguf": tiny_gguf.read_bytes(), "big.gguf": b""})
     hub_server.models["org/tiny"] = repository
     config = configured(hub_id="org/tiny", gguf_file="tiny.gguf")
@@ -364,16 +347,10 @@ def test_one_of_several_ggufs_is_named(tiny_gguf, hub_server, monkeypatch, tmp_p
     assert loaded.max_length == TINY_SHAPE["max_position_embeddings"]
     assert inputs.model(config) == inputs.model(configured(tiny_gguf))
     assert len(hub_server.asked("GET .*/resolve/")) == 1, "fetched alone, and once"
-    other = configured(hub_id="org/tiny", gguf_file="tyni.gguf")
-    refused("model.hub_id=org/tiny: .*Not Found for url: .*/tyni.gguf", other)
     (tiny_gguf.parent / "other.gguf").write_bytes(b"not a model")
     folder = configured(tiny_gguf.parent)
     refused("2 GGUF files, name one of them or set model.gguf_file", folder)
     assert torch.equal(load_model(replace(folder, gguf_file="tiny.gguf")).model(IDS).logits, loaded.model(IDS).logits)
-    refused("model.gguf_file=no.gguf: no such file in", replace(folder, gguf_file="no.gguf"))
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "file"))
-    refused("KV_HARNESS_CACHE", config)
 
 
 def test_a_gguf_of_gemma_has_windows_two_ropes_and_a_start_token(gemma_gguf):
@@ -437,16 +414,12 @@ def test_the_tokens_that_end_a_turn_end_an_answer(tmp_path):
     ("extra", "tensors", "words"),
     [
         ({"llama.rope.scaling.type": "yarn"}, {}, "llama.rope.scaling.type=yarn, which transformers leaves out"),
-        ({"llama.rope.scaling.factor": 2.0}, {}, "llama.rope.scaling.factor=2.0, which transformers leaves out"),
         ({}, {"rope_freqs.weight": [1.0] * 8}, "such as weights and factors of rotary frequencies, and the llama that"),
-        ({"llama.rope.freq_base_swa": 5.0}, {}, "llama.rope.freq_base_swa=5.0, which transformers leaves out"),
         ({"llama.expert_count": 8}, {}, "llama.expert_count=8, which transformers leaves out"),
         ({"general.name": "mistral"}, {}, "general.architecture=llama, and transformers takes it as mistral; choose"),
         ({"llama.attention.sliding_window": 8}, {}, "sliding_window=8, which transformers' configuration of llama"),
         ({}, {"blk.0.attn_q.bias": [0.0] * 64}, r"its tensors hold [\d,]+ numbers, .* and the llama that transformers"),
-        ({"llama.block_count": 3}, {}, r"its tensors hold [\d,]+ numbers, .* and the llama that transformers"),
         ({"tokenizer.ggml.pre": "llama-bpe"}, {}, "tokenizer.ggml.pre=llama-bpe, and a text is split as by gpt-2,"),
-        ({"tokenizer.ggml.pre": None}, {}, "its metadata say tokenizer.ggml.pre=None, and a text is split as by"),
     ],
 )  # fmt: skip
 def test_what_a_gguf_says_and_transformers_leaves_out_is_refused(extra, tensors, words, tmp_path):
@@ -465,8 +438,6 @@ def test_a_window_and_a_softcap_are_the_files(family, key, field, value):
     plain = AutoConfig.for_model(family)
     found = with_metadata(plain, Metadata(Path("x.gguf"), family, {key: value}, {}, 0))
     assert getattr(found, field) == (value or None)
-    with pytest.raises(UserError, match=r"rope\.dimension_count=4, which transformers leaves out"):
-        with_metadata(plain, Metadata(Path("x.gguf"), family, {"rope.dimension_count": 4}, {}, 0))
 
 
 def test_the_default_model_has_its_shipped_shape(default_model):
@@ -478,26 +449,13 @@ def test_the_default_model_has_its_shipped_shape(default_model):
     assert source.PACKAGE_PIN in Path("requirements-model.lock").read_text().splitlines()
 
 
-def test_refuses_a_package_that_is_missing_or_damaged(tmp_path, monkeypatch):
-    (tmp_path / source.PACKAGED_FILE).write_bytes(b"GGUF")
-    for spec, said in ((None, "weights is missing"), (tmp_path / "__init__.py", "damaged or of another version")):
-        found = spec and SimpleNamespace(origin=str(spec))
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
-        assert source.PACKAGE_PIN in refused(said, configured(name="smollm2-135m"))
-
-
 # Model files that somebody else made: damaged ones end in one line, and none of them runs code
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tiny.gguf"])
-def test_a_damaged_file_is_refused_in_a_line(name, model_dir, tiny_gguf):
-    folder = tiny_gguf.parent if name == tiny_gguf.name else model_dir
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[: len(content) // 2])
-    words = "damaged or truncated GGUF" if name == tiny_gguf.name else "tiny|model|json|safetensors"
-    if name == "model.safetensors":
-        assert model_config(configured(folder)).num_key_value_heads == 1, "known without the weights"
-    refused(words, configured(folder))
+def test_a_truncated_gguf_is_refused_in_a_line(tiny_gguf):
+    content = tiny_gguf.read_bytes()
+    tiny_gguf.write_bytes(content[: len(content) // 2])
+    refused("damaged or truncated GGUF", configured(tiny_gguf))
     assert not list((files.cache_dir() / "gguf").glob("*"))
 
 
@@ -552,8 +510,6 @@ def test_a_model_that_conf_model_does_not_describe_is_refused(model_dir, monkeyp
     assert said.startswith("model=llama2-7b: meta-llama/Llama-2-7b-hf holds") and "model.shape=null" in said
     monkeypatch.setattr(source, "hub_file", lambda hub_id, name: model_dir / name)
     assert load_model(replace(served, shape=None)).max_length == 64
-    edit(model_dir / "config.json", model_type="opt")
-    refused("holds a model of model_type=opt, max_position_embeddings=64, and conf/model says model_type=llama", served)
 
 
 @pytest.mark.parametrize("weights", ["random", "pretrained"])

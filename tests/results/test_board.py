@@ -407,16 +407,10 @@ def test_without_the_oracle_nothing_is_compared(tmp_path, capsys):
     assert read_frame(tmp_path / "tables" / "board-pairs.csv").empty
 
 
-def test_a_few_rows_of_ones_own_are_printed_beside_the_shipped_ones(results, capsys):
-    add(results, TEXTS, window_rows("big", 8, ["Mine"], shipped=""))
-    add(results / "second", TEXTS, window_rows("small", 8, ["Mine"], shipped=""))
-    assert board.main([str(results)]) == 0
-    assert "Mine" not in capsys.readouterr().out, "it is not compared"
-    add(results / "third", TEXTS, window_rows("slow", 4, ["Mine"], shipped=""))
-    assert board.main([str(results)]) == 0
-    printed = capsys.readouterr().out
-    mine, *_ = lines_of(printed, "Mine *")
-    assert mine[1] == "4 (4 to 4)" and mine[2].startswith("2.") and "One's own run" in printed
+def test_two_methods_of_one_label_are_refused(tmp_path, capsys):
+    put(tmp_path, TEXTS, [*window_rows("big", 4), *window_rows("big", 4, ["Far"], method="tova", run_id="2")])
+    said = refusal_of(board.main, [str(tmp_path)], capsys)
+    assert "label=Far: two methods have it (h2o, tova); give each its own" in said
 
 
 def test_two_numbers_of_dense_layers_are_two_lines(tmp_path):
@@ -424,19 +418,6 @@ def test_two_numbers_of_dense_layers_are_two_lines(tmp_path):
     rows = made(tmp_path)
     assert {"Far, 0 dense layers", "Far, 2 dense layers"} <= set(rows.label)
     assert rows.dense_numbers["Far, 2 dense layers"] == "2"
-
-
-def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
-    def refused(said: str) -> None:
-        assert re.search(said, refusal_of(board.main, [str(tmp_path)], capsys))
-
-    refused(r"no tables/board-texts.csv with a budget in it or in a folder within it; `.*experiment=board` makes one")
-    put(tmp_path, TEXTS, [*window_rows("big", 4), *window_rows("big", 4, ["Far"], method="tova", run_id="2")])
-    refused(r"label=Far: two methods have it \(h2o, tova\); give each its own")
-    path = tmp_path / "tables" / f"{TEXTS}.csv"
-    path.write_text(path.read_text().replace("0.15", "much", 1))
-    refused(r"board-texts.csv: not a table of results")
-    assert not (tmp_path / "board.md").exists()
 
 
 # Records, shipped tables, figure and report

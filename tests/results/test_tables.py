@@ -1,26 +1,23 @@
 """Records to tables: rows, their order and columns, pages, and shipped rows beside one's own."""
 
-import copy
 import csv
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from harness.errors import UserError
 from harness.results import record as records
 from harness.results import write as tables
 from harness.results.columns import TABLES, csv_of, read_frame, shape_of
 from harness.results.metrics import METRICS, MISSING, quantity
-from harness.results.pages import render_markdown, render_terminal, sheets_of
+from harness.results.pages import render_markdown, sheets_of
 from harness.results.samples import frames_of
 from harness.run.compose import load
-from harness.settings import paths
 
 TASK_METRICS = {
     "acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "num_truncated": 1, "prefill": "question",
@@ -89,20 +86,14 @@ def page(results: Path, experiment: str) -> str:
 
 def sheet(path: Path) -> list[dict[str, str]]:
     """The lines of the first table of a page, by heading."""
-    text = path.with_suffix(".md").read_text()
-    lines = [line for line in text.split("\n## ")[1].splitlines() if line.startswith("|")]
-    header, _, *body = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return [dict(zip(header, cells, strict=True)) for cells in body]
+    return lines_of(path.with_suffix(".md").read_text().split("\n## ")[1])
 
 
 # Rows
 
 
 def test_runs_on_a_text_have_a_table_by_layer(tmp_path):
-    """A run's layers are a series, named by its settings too. Records of an older version have no layers."""
-    save_text(tmp_path, "method=h2o", "seq_len=512")
-    update(tmp_path, "perplexity")
-    assert not (tmp_path / "tables" / "attention_error.csv").exists()
+    """A run's layers are a series, named by its settings too."""
     chosen = {"method=h2o": 0.1, "method=infinigen method.alpha=4": 0.2, "method=infinigen budget=0.16": 0.4}
     for overrides, scale in chosen.items():
         layers = [
@@ -119,23 +110,7 @@ def test_runs_on_a_text_have_a_table_by_layer(tmp_path):
     (row,) = found[(found["x"] == 2) & (found["run_id"] == record["run_id"])].query("stderr > 0").to_dict("records")
     expected = {"series": "InfiniGen, 16 %", "x_name": "layer, offline", "metric": "attention_error", "value": 0.8}
     assert (expected | {"stderr": 0.01, "source": "measured"}).items() <= row.items()
-    text = page(tmp_path, "attention_error")
-    assert "attention error (%), by layer, offline" in text and text.count("\n## ") == 2
-    lines = sheet(tmp_path / "tables" / "attention_error")
-    assert [line["label"] for line in lines] == [*found["series"].unique()]
-
-
-def test_a_task_row_is_exact(tmp_path):
-    record = save_task(tmp_path, "method=h2o", budget=0.1 + 0.2)
-    (row,) = update(tmp_path, "fig11")
-    empty = dict.fromkeys(row, "")
-    assert row == empty | {
-        "experiment": "fig11", "model": "smollm2-135m", "method": "h2o", "label": "H2O", "settings": "",
-        "task": "passkey", "metric": "acc", "value": "0.75", "stderr": "0.0625", "num_samples": "48",
-        "num_fewshot": "0", "budget": "0.30000000000000004", "budget_artifact": "0.1",
-        "device_frac": "0.35000000000000003", "resident_frac": "0.02", "source": "measured", "run_id": record["run_id"],
-    }  # fmt: skip
-    assert tuple(row) == TABLES["accuracy"]
+    assert "attention error (%), by layer, offline" in page(tmp_path, "attention_error")
 
 
 def test_a_text_and_its_chunks_have_a_row_per_measured_metric(tmp_path):
@@ -187,24 +162,18 @@ def test_a_budget_that_was_not_met_has_a_column(tmp_path):
     rows = update(tmp_path, "perplexity")
     assert {(row["method"], row["unmet_budget"]) for row in rows} == {("h2o", "0.1"), ("quest", "")}
     assert "budget asked for (%)" in page(tmp_path, "perplexity")
-    save(tmp_path, ["experiment=latency", "system=infinigen", asked], LATENCY_METRICS)  # ran at .2
-    (row,) = update(tmp_path, "latency")
-    assert row["unmet_budget"] == "0.1" and "budget asked for (%)" in page(tmp_path, "latency")
 
 
 def test_settings_are_those_that_differ_from_the_defaults(tmp_path):
     told = {
         "method=infinigen": "",
-        "method=infinigen-coded": "",
         "method=infinigen method.alpha=4 method.skew=true": "alpha=4.0",
         "method=quest method.budget=0.3": "method.budget=0.3",  # `budget` is a setting of the run as well
         "method=quest budget=0.3": "budget=0.3",
         "method=h2o prefill_len=960": "",  # as it follows from the length
         "method=h2o prefill_len=256": "prefill_len=256",
-        "method=h2o budget=0.2 seq_len=512 num_windows=3": "budget=0.2, seq_len=512, num_windows=3",
         f"method=h2o codec=int4 corpus.path={__file__}": "codec=int4",
         "method=int4": "",
-        "method=int4 prefill_len=256": "prefill_len=256",
         "method=h2o model.dtype=bfloat16": "model.dtype=bfloat16",  # not the model's own
     }
     for overrides, expected in told.items():
@@ -289,25 +258,6 @@ def test_a_run_of_the_largest_batch_replaces_every_batch_of_a_shipped_one(tmp_pa
     assert [row["batch_size"] for row in update(tmp_path, "latency")] == ["1", "3"]
 
 
-DAMAGED: dict[str, Callable[[str], str | bytes]] = {
-    "Unicode text": lambda text: text.replace(",", "\t").encode("utf-16"),  # of a spreadsheet
-    "words among numbers": lambda text: text.replace(",48,", ",many,"),
-    "empty": lambda text: "",
-    "of another kind of run": lambda text: (paths.SHIPPED / "tables" / "capacity.csv").read_text(),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_table_of_shipped_rows_that_is_damaged_is_refused_in_one_line(name, shipped):
-    path = shipped / "tables" / "fig11.csv"
-    whole, damaged = path.read_text(), DAMAGED[name](path.read_text())
-    assert damaged != whole
-    path.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
-    with pytest.raises(UserError, match="^[^\n]*fig11.csv: not a table of [^\n]*$"):
-        tables.update(shipped, "fig11")
-    assert not (path.parent / ".lock").exists()
-
-
 # Pages
 
 
@@ -320,7 +270,7 @@ def test_a_page_has_units_and_errors(tmp_path):
         "offline KL (nats)": "0.0625 ± 0.0100", "offline top-1 agreement (%)": "87.5 ± 1.0",
     }]  # fmt: skip
     assert "## smollm2-135m\n" in page(tmp_path, "perplexity")
-    assert METRICS["kl_nats"].show(-1e-9, 1e-9) == "0.0000 ± 0.0000" and METRICS["kl_nats"].show(-0.5) == "-0.5000"
+    assert METRICS["kl_nats"].show(-1e-9, 1e-9) == "0.0000 ± 0.0000"
 
 
 def test_a_line_joins_runs_of_a_method_and_settings_on_texts_and_tasks(tmp_path):
@@ -364,14 +314,6 @@ def test_a_terminal_has_the_most_important_columns_of_the_page_and_says_what_doe
          "passkey acc (%)": "75.0 ± 6.2", "offline perplexity": MISSING, "offline KL (nats)": MISSING},
     ]  # fmt: skip
     assert "Not shown: resident (%)." in " ".join(text.split())
-    again = []
-    for number, acc in enumerate((0.5, 0.25)):
-        again.append(copy.deepcopy(chosen[0]) | {"run_id": str(number), "settings_id": str(number)})
-        again[number]["metrics"]["passkey"]["acc"] = acc
-    three = lines_of(tables.summary([chosen[0], *again]))
-    assert sorted(line["passkey acc (%)"][:4] for line in three) == ["25.0", "50.0", "75.0"], "each run"
-    elsewhere = save_text(tmp_path, "method=h2o")
-    assert tables.summary([*chosen, elsewhere]).count("\n## ") == 1, "a table for each experiment"
 
 
 def save_group(folder: Path, *answers: list[list[int]], metric: str = "acc", mean: float | None = None) -> None:
@@ -440,9 +382,7 @@ def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path):
         assert shape_of(path.read_text().splitlines()[0].split(",")) == shape
         assert render_markdown(name, read_frame(path)) == page(tmp_path, name)
         assert csv_of(read_frame(path), shape) == path.read_text()
-    points = read_frame(path)
-    assert "1,024" in render_terminal(points[points["x"].notna()].assign(x=1024.0))
-    titles = [sheet.title for sheet in sheets_of(points)]
+    titles = [sheet.title for sheet in sheets_of(read_frame(path))]
     assert titles == ["smollm2-135m: GiB, by layer", "smollm2-135m: GiB"]
 
 

@@ -180,7 +180,6 @@ def test_what_is_asked_for_a_text():
     assert found.stops == ("\n", "</s>")
     assert request("", max_tokens=40).ids == (TOKENIZER.bos_token_id,)
     assert request("a").max_new_tokens == 256, "lm-eval's default"
-    request("a", do_sample=False, top_p=0.9, temperature=0.0, num_beams=1, max_gen_toks=9)
     found = request(CONTEXTS[2], QUESTION, max_gen_toks=9)
     assert TOKENIZER.decode(found.prompt) == "A shorter one"  # the token of ".\n\n" holds the marker
     found = request(CONTEXTS[2] + "  ", Prefill("question", QuestionFinder("A:")), max_gen_toks=9)
@@ -198,18 +197,11 @@ REFUSED = {
         choices([("It is.", " x"), ("It is.", "\n")]),
         {},
     ),
-    "the continuation 'x' has no token of its own after the context ' '": (choices([(" ", "x")]), {}),
-    "have .* tokens, the model takes 512; lower num_fewshot, choose": (choices([("a", "x" * 513)]), CUT),
-    "nothing before the q": (
-        choices([("a\n\nQ: rather long?\nA:", " yes")]),
-        CUT | {"prefill": QUESTION, "max_length": 15},
-    ),
     "this model has no tokenizer": (choices([("a", " b")]), {"tokenizer": None}),
     "task task: scores whole texts, in which prefill=question finds no question": (ROLLING, {"prefill": QUESTION}),
     "task task: generation_kwargs num_return_sequences=2 is not offered": (texts("a", num_return_sequences=2), {}),
     "top_k=3: the most likely token is taken; set": (texts("a"), {"sampling": SamplingConfig(top_k=3)}),
     "the model takes 64; .* or too_long=truncate": (texts(LONGER, max_gen_toks=20), {"max_length": 64}),
-    "question 1: prefill=q": (texts(*CONTEXTS, max_gen_toks=9), CUT | {"prefill": QUESTION, "max_length": 40}),
 }
 """Requests that are not taken, and the settings, by what is said of them."""
 
@@ -221,13 +213,6 @@ def test_refused_before_the_model_runs(message):
         lm = language_model(**options)
         lm.score = lm.generate = pytest.fail
         getattr(lm, asked[0].request_type)(asked)
-
-
-def test_what_fits_is_taken():
-    planned(choices([("c" * 510, " xy")]))
-    question = ("a long beginning\n\nQ: who?\nA:", " you.")
-    (request,) = planned(choices([question]), QUESTION, max_length=30, **CUT)
-    assert TOKENIZER.decode(request.prompt) == " long beginning"
 
 
 def test_a_model_that_takes_no_padding_answers_in_batches_of_one_length():
@@ -259,33 +244,25 @@ def test_chat_templates(monkeypatch):
     monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
     assert lm.apply_chat_template(turns) == hflm().apply_chat_template(turns) == "[hello]"
     assert lm.chat_template(True) == template
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ strftime_now('%d %b %Y %H:%M') }}", raising=False)
+    assert lm.apply_chat_template(turns) == "26 Jul 2024 00:00", "the same day every day"
 
 
-def test_a_template_writes_the_same_day_every_day(monkeypatch):
-    template = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}"
-    monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
-    turn = [{"role": "user", "content": "hello"}]
-    assert language_model().apply_chat_template(turn) == "26 Jul 2024 00:00 hello"
-
-
-@pytest.mark.parametrize("given", ["^J", None])
-def test_answers_begin_after_the_thinking_as_hflms(given, monkeypatch):
+def test_answers_begin_after_the_thinking_as_hflms(monkeypatch):
     template = "[{{ enable_thinking | default('unset') }}] {{ messages[0].content }}"
     monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
     options = {"pretrained": tiny("gqa"), "tokenizer": TOKENIZER, "batch_size": 1, "max_length": MAX_LENGTH}
     asked = texts(*CONTEXTS, max_gen_toks=40, until=["x"])
     whole = language_model().generate_until(asked)
     for thinks in (None, False, True):
-        if thinks and given is None:
-            continue
-        stock = HFLM(**options, enable_thinking=thinks, think_end_token=given)
-        about = {"enable_thinking": thinks, "think_end_token": given}
+        about = {"enable_thinking": thinks, "think_end_token": "^J"}
+        stock = HFLM(**options, **about)
         lm = language_model(about=about)
         turn = [{"role": "user", "content": "hello"}]
         assert lm.apply_chat_template(turn) == stock.apply_chat_template(turn)
         answers = lm.generate_until(asked)
         assert answers == stock.generate_until(asked, disable_tqdm=True)
-        assert (answers == whole) == (given is None)
+        assert answers != whole
 
 
 # The full cache as HFLM
@@ -375,7 +352,6 @@ def test_what_is_left_of_a_text_stands_behind_the_start_token(made):
         ({"num_return_sequences": 1, "num_beams": 1, "length_penalty": 1.0}, False),
         ({"repetition_penalty": 1.0}, True),  # holds before the model's own
         ({"repetition_penalty": 2.5, "no_repeat_ngram_size": 2, "min_p": 0.1}, True),
-        ({"suppress_tokens": [*range(60, 110)], "min_new_tokens": 9}, True),
     ],
 )
 def test_generation_kwargs_of_a_task_are_hflms(of_task, differs, monkeypatch):
@@ -408,15 +384,10 @@ def test_what_has_no_decode_row_is_scored_densely_as_hflms():
     assert lm.num_dense == 3
 
 
-@pytest.mark.parametrize("method", ["full", "h2o", "int4"])
-def test_a_task_without_any_decode_row_is_the_full_caches_alone(method):
-    run = run_of(f"method={method}")
+def test_a_task_without_any_decode_row_is_the_full_caches_alone():
     requests = planned(choices([("", "x"), ("", "y")]))
-    if method == "full":
-        assert len(run.score(requests)) == 2 and run.reads.budget == 1
-    else:
-        with pytest.raises(UserError, match="^task task: no request leaves a decode row"):
-            run.score(requests)
+    with pytest.raises(UserError, match="^task task: no request leaves a decode row"):
+        run_of("method=h2o").score(requests)
 
 
 # Scores under a method
