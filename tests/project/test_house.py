@@ -1,5 +1,6 @@
 """The house around the code: make, the environment it builds, the lock, and what import-linter cannot check."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from harness.settings.codecs import codec_names
+from harness.settings.schema import options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,6 +59,22 @@ def test_the_lock_pins_every_dependency_within_its_range():
 
 
 # imports, beyond `make lint`
+
+METHODS = {*options("method")}
+METHODS -= {"full", "oracle", "oracle-infinigen", "oracle-sampled", "oracle-linear", "random", *codec_names()}
+"""Names that stand for a method alone: tables compare with the oracles, weights and texts may be `random`, and codecs
+are settings."""
+LISTS_OF_METHODS = ("api/", "settings/systems.py", "checks/families.py", "paper/", "report/")
+"""Defaults of the Python interface, systems of speed runs, the check of families, and the paper's analyses."""
+
+
+def test_the_harness_names_no_method():
+    """It asks a method for its properties."""
+    for path in (ROOT / "harness").rglob("*.py"):
+        if not str(path.relative_to(ROOT / "harness")).startswith(LISTS_OF_METHODS):
+            strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not strings & METHODS, path
+
 
 SLOW = ("torch", "transformers", "lm_eval", "datasets")
 LIGHT = {
