@@ -30,6 +30,7 @@ from harness.model.shape import WEIGHT_BYTES, ModelShape, as_config, count_weigh
 from harness.paper.costmodel.predict import (
     FITTED,
     BlockTimes,
+    Efficiency,
     Platform,
     Work,
     block_ends,
@@ -191,6 +192,7 @@ class Step:
     shape: ModelShape
     capacity: Capacity
     hit_frac: float = 0.0
+    efficiency: Efficiency = FITTED
     weight_bits: float = 16
     node_s: float = NODE_S
 
@@ -275,7 +277,7 @@ class Step:
                 spread = spread_s
                 load = row_bytes / link
                 if policy.names_rows:
-                    load /= FITTED.row_fetch
+                    load /= self.efficiency.row_fetch
                     if plan.gpu_cache:
                         load *= 1 - self.hit_frac
                 if policy.when == "own_query":
@@ -306,4 +308,4 @@ class Step:
         return 2 * (cards - 1) / cards * output_bytes / link_of_one
 
     def _seconds(self, *works: Work) -> float:
-        return seconds(self.platform, FITTED, *works)
+        return seconds(self.platform, self.efficiency, *works)
