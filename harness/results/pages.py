@@ -238,7 +238,7 @@ def _sizes(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _accuracy_sheet(title: str, frame: pd.DataFrame) -> Sheet:
-    """The shares and scores of each line, the scores in the order of `METRICS`."""
+    """The shares and scores of each line, the scores in the order of `METRICS`, lengths last."""
     rows, notes = _told_apart(lines_of(frame))
     of_lines = rows.groupby("line", sort=False)
     table = texts_of(of_lines[[LABEL.name, SETTINGS.name]].first(), [LABEL, SETTINGS])
@@ -248,7 +248,7 @@ def _accuracy_sheet(title: str, frame: pd.DataFrame) -> Sheet:
     cells = rows.assign(cell=rows.apply(show_cell, axis=1))
     scores = cells.pivot(index="line", columns=KEY, values="cell").fillna(MISSING)
     keys = dict.fromkeys(zip(frame["task"], frame["metric"], strict=True))
-    for task, metric in sorted(keys, key=lambda key: metrics.rank(key[1])):
+    for task, metric in sorted(keys, key=lambda key: (key[1] in LENGTHS, metrics.rank(key[1]))):
         table[f"{task} {quantity(metric).heading}"] = scores[task, metric]
     return Sheet(title, table, notes)
 
