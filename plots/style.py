@@ -251,7 +251,7 @@ def budget_lines(axes: Axes, rows: pd.DataFrame, *, codecs: str) -> None:
     second = points[is_second]
     second = second.assign(name=second["name"] + f", {NOT_ASKED}")
     draw_lines(axes, second, markerfacecolor="white", linestyle=":")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.06 * points.x.max())  # a marker on the last budget is clear of the edge
 
 
 def log(axes: Axes, of: Literal["x", "y"], values: pd.Series | None = None) -> None:
@@ -362,6 +362,12 @@ def bars(
         words: Any = {"label": label, "capsize": 2, "error_kw": {"elinewidth": 0.8}}
         words |= {"yerr": own.get("stderr"), "bottom": own.get("bottom")}
         axes.bar(centres[label], own.value, width, **words | look(label).of_bar | other)
+        is_bare = own.value.eq(0)  # with an error bar it is seen
+        if "stderr" in own:
+            is_bare &= ~own.stderr.gt(0)
+        if "bottom" not in rows:  # else a part of a stack
+            for centre in centres[label][is_bare]:
+                axes.text(centre, 0, "0", ha="center", va="bottom", fontsize=6)
     axes.set_xticks(places, [tick(group) for group in groups])
     axes.grid(visible=False, axis="x")
     return centres
