@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -379,17 +379,8 @@ def _sizes_of(layer: Layer) -> tuple[float, ...]:
 
 
 def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Zeros for a projection that is left out, allocated once for each shape of a decode step: a
-    launch less a layer for each."""
-    shape = (*states.shape[:-1], size)
-    if states.shape[-2] == 1:
-        return _blank(shape, states.dtype, states.device)
-    return states.new_zeros(shape)
-
-
-@cache
-def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+    """Zeros for a projection that is left out."""
+    return states.new_zeros(*states.shape[:-1], size)
 
 
 @contextmanager

@@ -399,9 +399,8 @@ def layer_inputs(subject: Subject) -> Iterator[Point]:
     chosen = subject.layers(()) or tuple(range(1, len(layers)))
     if 0 in chosen:
         raise UserError("analysis.layers: layer 0 has no layer before it; name layers from 1 on")
-    similarities: list[
-        Tensor
-    ] = []  # of each layer from the second on, [3] in the order of `INPUTS`
+    # Of each layer from the second on, [3] in the order of `INPUTS`
+    similarities: list[Tensor] = []
     earlier: list[Tensor] = []  # the block's input, and its attention's output
 
     def enter(module: Any, args: tuple[Any, ...], call: Mapping[str, Any]) -> None:

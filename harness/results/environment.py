@@ -40,7 +40,8 @@ def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
     for device in devices:
         if device.startswith("cuda"):
             names.append(torch.cuda.get_device_name(device))
-            gpus = _output(["nvidia-smi", f"--query-gpu={','.join(OF_GPUS)}", "--format=csv"])
+    if names:
+        gpus = _output(["nvidia-smi", f"--query-gpu={','.join(OF_GPUS)}", "--format=csv"])
     # Runs write results, which are no change of the code.
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
     return {

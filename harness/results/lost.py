@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from harness.errors import UserError, exit_code, nearest, printable, shortened
+from harness.results.metrics import LENGTHS
 from harness.results.record import flat, in_words, read_all
 from harness.results.samples import with_full
 from harness.settings.paths import COMMAND, RESULTS
 
-NO_SCORES = ("generated_tokens", "at_limit", "answer_bytes", "unknown_less_known")
+NO_SCORES = (*LENGTHS, "unknown_less_known")
 """Metrics that say nothing of right and wrong, or are the difference of two."""
 LETTERS = 240
 """That are shown of a text."""

@@ -132,6 +132,8 @@ ANALYSES = (
 )
 METRICS = {metric.name: metric for metric in (*SCORES, *ANALYSES)}
 """The quantities of `value` by `metric`, in the order of the pages."""
+LENGTHS = ("generated_tokens", "at_limit", "answer_bytes")
+"""Those that say how long answers are: a sheet of their own beside several tasks."""
 WAYS = {
     "unknown": "question unknown",
     "known": "question known",

@@ -43,11 +43,9 @@ from harness.settings.kinds import KINDS
 
 KEY = ["task", "metric"]
 """Of a column of accuracy."""
-LENGTHS = ("generated_tokens", "at_limit", "answer_bytes")
-"""Metrics of `METRICS` that say how long answers are: a sheet of their own beside several tasks."""
 BRIEF = (
     "kl_nats", "perplexity", "acc", "exact_match", "text_perplexity", "first_divergence",
-    "repetition", *LENGTHS,
+    "repetition", *metrics.LENGTHS,
 )  # fmt: skip
 """Metrics of `METRICS` that a terminal shows, beside those that lm-eval alone knows."""
 BRIEF_SPEED = (
@@ -202,7 +200,7 @@ def lines_of(frame: pd.DataFrame) -> pd.DataFrame:
 def _accuracy(title: str, frame: pd.DataFrame) -> Iterator[Sheet]:
     """Whole tasks and texts, then ranges of texts, then each task with needles by their depth."""
     whole, ranges = columns.whole_tasks(frame), frame[frame["first"].notna()]
-    is_length = _unfiltered(whole).isin(LENGTHS) & (whole["task"].nunique() > 1)
+    is_length = _unfiltered(whole).isin(metrics.LENGTHS) & (whole["task"].nunique() > 1)
     for words, rows in (("", whole[~is_length]), (", length of the answers", whole[is_length])):
         if len(rows):
             sheet = _accuracy_sheet(title + words, rows)
@@ -248,7 +246,9 @@ def _accuracy_sheet(title: str, frame: pd.DataFrame) -> Sheet:
     cells = rows.assign(cell=rows.apply(show_cell, axis=1))
     scores = cells.pivot(index="line", columns=KEY, values="cell").fillna(MISSING)
     keys = dict.fromkeys(zip(frame["task"], frame["metric"], strict=True))
-    for task, metric in sorted(keys, key=lambda key: (key[1] in LENGTHS, metrics.rank(key[1]))):
+    for task, metric in sorted(
+        keys, key=lambda key: (key[1] in metrics.LENGTHS, metrics.rank(key[1]))
+    ):
         table[f"{task} {quantity(metric).heading}"] = scores[task, metric]
     return Sheet(title, table, notes)
 

@@ -244,8 +244,8 @@ def _time_repeat(
         counts: dict[str, int | None] = {}
         for name, count in _counts(session, weights, run).items():
             counts[name] = None if count is None else round(float(count - counts_before[name]))
-        steps_by = _steps_by(session, run)
-        if steps_by == REPLAYED:
+        steps_by, peak_device_bytes = _steps_by(session, run), _peak_device_bytes(session, weights)
+        if steps_by == REPLAYED:  # each marked step takes memory for a graph of its own
             marked = _marked_steps(session, logits)
             segments = [step.segments for step in marked]
             if marked:
@@ -267,7 +267,7 @@ def _time_repeat(
                 "tokens_evicted": session.reads.tokens_evicted,
             },
             pinned_bytes=session.pinned_bytes,
-            peak_device_bytes=_peak_device_bytes(session, weights),
+            peak_device_bytes=peak_device_bytes,
             budget=session.reads.budget,
             device_frac=session.reads.device_frac,
             num_steps=session.steps,

@@ -24,6 +24,18 @@ MOST_SWEEPS = 30
 
 
 @triton.jit
+def _columns(of_first, of_second, has_first, has_second, start, size, TILE: tl.constexpr):
+    """A tile of the rows of each pair, [PAIRS, TILE]: where they lie, which there are, and they."""
+    column = start + tl.arange(0, TILE)[None, :]
+    in_first = has_first[:, None] & (column < size)
+    in_second = has_second[:, None] & (column < size)
+    at_first, at_second = of_first + column, of_second + column
+    left = tl.load(at_first, mask=in_first, other=0)
+    right = tl.load(at_second, mask=in_second, other=0)
+    return at_first, at_second, in_first, in_second, left, right
+
+
+@triton.jit
 def _orthogonalize(
     rows,  # of every matrix; turned in place
     size, cosine, most_sweeps,
@@ -47,11 +59,9 @@ def _orthogonalize(
             square_second = tl.zeros((PAIRS,), tl.float64)
             product = tl.zeros((PAIRS,), tl.float64)
             for start in range(0, size, TILE):
-                column = start + tl.arange(0, TILE)[None, :]
-                in_first = has_first[:, None] & (column < size)
-                in_second = has_second[:, None] & (column < size)
-                left = tl.load(of_first + column, mask=in_first, other=0)
-                right = tl.load(of_second + column, mask=in_second, other=0)
+                _, _, _, _, left, right = _columns(
+                    of_first, of_second, has_first, has_second, start, size, TILE
+                )
                 square_first += tl.sum(left * left, 1)
                 square_second += tl.sum(right * right, 1)
                 product += tl.sum(left * right, 1)
@@ -69,13 +79,11 @@ def _orthogonalize(
             cos = cos[:, None]
             tl.debug_barrier()  # other threads may store a number than those that have loaded it
             for start in range(0, size, TILE):
-                column = start + tl.arange(0, TILE)[None, :]
-                in_first = has_first[:, None] & (column < size)
-                in_second = has_second[:, None] & (column < size)
-                left = tl.load(of_first + column, mask=in_first, other=0)
-                right = tl.load(of_second + column, mask=in_second, other=0)
-                tl.store(of_first + column, cos * left - sin * right, mask=in_first)
-                tl.store(of_second + column, sin * left + cos * right, mask=in_second)
+                at_first, at_second, in_first, in_second, left, right = _columns(
+                    of_first, of_second, has_first, has_second, start, size, TILE
+                )
+                tl.store(at_first, cos * left - sin * right, mask=in_first)
+                tl.store(at_second, sin * left + cos * right, mask=in_second)
             tl.debug_barrier()
         sweep += 1
 

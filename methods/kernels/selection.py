@@ -43,6 +43,16 @@ def _seen(head_scores, tokens, position, slot, slots, is_head):
 
 
 @triton.jit
+def _best(least, head_scores, tokens, position, first, end, is_head, TILE: tl.constexpr):
+    """The best score of each head in a part, where it is above the `least`, [heads, TILE]."""
+    for start in range(first, end, TILE):
+        slot = start + tl.arange(0, TILE)
+        _, seen = _seen(head_scores, tokens, position, slot, end, is_head)
+        least = tl.maximum(least, seen)
+    return tl.max(least, 1)
+
+
+@triton.jit
 def _of_parts(found, parts, HEADS: tl.constexpr, PARTS: tl.constexpr):
     """Where each part of a row has what it found of each head, [PARTS, HEADS]; which parts there
     are."""
@@ -74,12 +84,8 @@ def _relative(
     first = part * part_slots
     end = tl.minimum(first + part_slots, slots)
     if FIRST == 0:
-        best = tl.full((HEADS, TILE), float("-inf"), tl.float32)
-        for start in range(first, end, TILE):
-            slot = start + tl.arange(0, TILE)
-            _, seen = _seen(head_scores, tokens, position, slot, end, head < group)
-            best = tl.maximum(best, seen)
-        best = tl.max(best, 1)
+        least = tl.full((HEADS, TILE), float("-inf"), tl.float32)
+        best = _best(least, head_scores, tokens, position, first, end, head < group, TILE)
         if PARTS > 1:
             tl.store(bests + part * HEADS + tl.arange(0, HEADS), best)
     if LAST == 1:
@@ -129,12 +135,8 @@ def _summed_probs(
     first = part * part_slots
     end = tl.minimum(first + part_slots, slots)
     if FIRST == 0:
-        best = tl.full((HEADS, TILE), LOWEST, tl.float32)
-        for start in range(first, end, TILE):
-            slot = start + tl.arange(0, TILE)
-            _, seen = _seen(head_scores, tokens, position, slot, end, head < group)
-            best = tl.maximum(best, seen)
-        best = tl.max(best, 1)
+        least = tl.full((HEADS, TILE), LOWEST, tl.float32)
+        best = _best(least, head_scores, tokens, position, first, end, head < group, TILE)
         if PARTS > 1:
             tl.store(bests + own, best)
     if LAST > 0:
