@@ -88,7 +88,7 @@ class Attached:
         self._positions: Tensor | None = None
         self._cache = self.new_cache()
         self._recurrent_rows: RecurrentRows | None = None
-        self._packing: Packing | None = None
+        self.packing: Packing | None = None
         self._made: dict[PositionSource, Any] = {}
         self._predicting = False
 
@@ -155,7 +155,7 @@ class Attached:
             packing = Packing(real)
             ids, positions = packing.packed(ids), packing.packed(positions)
         self._handler = handler
-        self._packing = packing
+        self.packing = packing
         self._positions = positions
         self._cache = self.new_cache() if cache is None else cache
         if self.decoder.recurrent:
@@ -175,7 +175,7 @@ class Attached:
                 )
         finally:
             self._handler = None
-            self._packing = None
+            self.packing = None
             self._recurrent_rows = None
             self._made.clear()
         self._cache.num_columns += num_rows
@@ -347,13 +347,13 @@ class Attached:
             assert stored is not None
             key = torch.cat(stored, -1)
         del stored
-        if self._packing is not None:
-            query, key, value = map(self._packing.padded_heads, (query, key, value))
+        if self.packing is not None:
+            query, key, value = map(self.packing.padded_heads, (query, key, value))
         if latent is not None:
             value = key[..., : latent.rank]
         output = self._handler.attention(index, query, key, value)
-        if self._packing is not None:
-            output = self._packing.packed(output)
+        if self.packing is not None:
+            output = self.packing.packed(output)
         if latent is not None:
             output = (output.transpose(1, 2) @ latent.to_value).transpose(1, 2)
         return output, None
@@ -363,8 +363,8 @@ class Attached:
             return
         if self._handler.needs_inputs:
             inputs = self._inputs_of(layer, Call(args, kwargs))
-            if self._packing is not None:
-                inputs = self._packing.padded_inputs(inputs)
+            if self.packing is not None:
+                inputs = self.packing.padded_inputs(inputs)
             self._handler.take_inputs(layer, inputs)
         self._handler.layer_begins(layer)
 
@@ -380,8 +380,8 @@ class Attached:
             return
         if self._handler.predicts(layer):
             query = self.early_query(layer, Call(args, kwargs).hidden)
-            if self._packing is not None:
-                query = self._packing.padded_heads(query)
+            if self.packing is not None:
+                query = self.packing.padded_heads(query)
             self._handler.predict(layer, query)
 
     def _positions_made(
