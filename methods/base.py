@@ -421,9 +421,9 @@ class LayerInputs(NamedTuple):
     """Arguments of an attention layer, for a method that `needs_inputs`.
 
     module: the model's own attention module, with its weights; it must be left as it is. hidden:
-    the module's input [batch, tokens, hidden_size]. position_embeddings: the cosines and sines that
-    the module is given, each [batch or 1, tokens, rotary dim]; None where it is given none. rotary:
-    makes them, rotary(states, position_ids); None likewise.
+    the module's input [batch, tokens, hidden_size], zeros in the padding. position_embeddings: the
+    cosines and sines that the module is given, each [batch or 1, tokens, rotary dim]; None where it
+    is given none. rotary: makes them, rotary(states, position_ids); None likewise.
     """
 
     module: Any

@@ -184,7 +184,8 @@ class ProjectedState(PromptEvictingState):
         module, hidden, *_ = rows.inputs
         if not key.is_cuda:  # there it would wait
             again = module.v_proj(hidden).unflatten(-1, (key.shape[1], -1)).transpose(1, 2)
-            assert torch.allclose(again, value, atol=1e-5), "another layer's input"
+            off = (again - value).abs().amax((1, 3))  # of each token
+            assert off[rows.real].max() < 1e-5, "another layer's input"
         output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
         made = value.repeat_interleave(self.geometry.group, 1).transpose(1, 2).flatten(2) @ output.weight.mT
         return (made + hidden).norm(dim=-1)[:, None].expand(key.shape[:3])

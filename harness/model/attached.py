@@ -88,6 +88,7 @@ class Attached:
         self._positions: Tensor | None = None
         self._cache = self.new_cache()
         self._recurrent_rows: RecurrentRows | None = None
+        self.packing: Packing | None = None
         self._made: dict[PositionSource, Any] = {}
         self._predicting = False
 
@@ -139,21 +140,29 @@ class Attached:
         """Final hidden states [batch, rows, hidden_size] of `ids` at `positions`, all on `device`.
 
         ids, positions: int [batch, rows]. cache: the batch's, from `new_cache`; None: these are its
-        first and only rows. real: bool [batch, rows], False for padding, which recurrent layers
-        must not see; None: there is none.
+        first and only rows. real: bool [batch, rows], False for padding, which the model does not
+        run over: its hidden states are zeros; None: there is none.
         Raises UserError for a token without an embedding, and where activations are not finite. A
         pass over one row is not checked: a decode step waits for no device.
         """
-        if ids.shape[1] > 1:
+        num_rows = ids.shape[1]
+        if num_rows > 1:
             require_embedded(ids, self.decoder.stack.get_input_embeddings())
+        is_padded = real is not None and not bool(real.all())
+        packing = None
+        if is_padded and not self.decoder.recurrent:
+            assert real is not None
+            packing = Packing(real)
+            ids, positions = packing.packed(ids), packing.packed(positions)
         self._handler = handler
+        self.packing = packing
         self._positions = positions
         self._cache = self.new_cache() if cache is None else cache
         if self.decoder.recurrent:
             self._recurrent_rows = RecurrentRows(
                 self._cache,
                 torch.ones_like(ids, dtype=torch.bool) if real is None else real,
-                is_padded=real is not None and not bool(real.all()),
+                is_padded=is_padded,
                 takes_rows=self.decoder.takes_rows,
             )
         try:
@@ -166,12 +175,14 @@ class Attached:
                 )
         finally:
             self._handler = None
+            self.packing = None
             self._recurrent_rows = None
             self._made.clear()
-        self._cache.num_columns += ids.shape[1]
-        if ids.shape[1] > 1:
-            require_in_range(output.last_hidden_state)
-        return output.last_hidden_state
+        self._cache.num_columns += num_rows
+        hidden = output.last_hidden_state
+        if num_rows > 1:
+            require_in_range(hidden)
+        return hidden if packing is None else packing.padded(hidden)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -332,19 +343,29 @@ class Attached:
         query = self._as_handled(index, query)
         stored = self._cache.latest
         self._cache.latest = None  # not held beyond the layer
-        if latent is None:
-            del stored
-            return self._handler.attention(index, query, key, value), None
-        assert stored is not None
-        key = torch.cat(stored, -1)
-        output = self._handler.attention(index, query, key, key[..., : latent.rank])
-        return (output.transpose(1, 2) @ latent.to_value).transpose(1, 2), None
+        if latent is not None:
+            assert stored is not None
+            key = torch.cat(stored, -1)
+        del stored
+        if self.packing is not None:
+            query, key, value = map(self.packing.padded_heads, (query, key, value))
+        if latent is not None:
+            value = key[..., : latent.rank]
+        output = self._handler.attention(index, query, key, value)
+        if self.packing is not None:
+            output = self.packing.packed(output)
+        if latent is not None:
+            output = (output.transpose(1, 2) @ latent.to_value).transpose(1, 2)
+        return output, None
 
     def _begins(self, layer: int, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._handler is None:
             return
         if self._handler.needs_inputs:
-            self._handler.take_inputs(layer, self._inputs_of(layer, Call(args, kwargs)))
+            inputs = self._inputs_of(layer, Call(args, kwargs))
+            if self.packing is not None:
+                inputs = self.packing.padded_inputs(inputs)
+            self._handler.take_inputs(layer, inputs)
         self._handler.layer_begins(layer)
 
     def _ends(self, layer: int, *_: Any) -> None:
@@ -358,7 +379,10 @@ class Attached:
         if self._handler is None or self.numbers[layer] is None:
             return
         if self._handler.predicts(layer):
-            self._handler.predict(layer, self.early_query(layer, Call(args, kwargs).hidden))
+            query = self.early_query(layer, Call(args, kwargs).hidden)
+            if self.packing is not None:
+                query = self.packing.padded_heads(query)
+            self._handler.predict(layer, query)
 
     def _positions_made(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
@@ -451,6 +475,39 @@ def in_parts(decoder: Decoder, forward: Callable[..., Any], *args: Any, **kwargs
         return torch.cat(by_sequence, 1).flatten(0, 1)
 
     return tree_map(joined, *outputs)
+
+
+class Packing:
+    """The rows of a padded batch, real bool [batch, rows], as the model runs over them: the real
+    ones of all sequences, n in number, one behind the other as [1, n, ...]. All modules but the
+    attention compute each row by itself."""
+
+    def __init__(self, real: Tensor) -> None:
+        self.shape = real.shape
+        index = [at for at, is_real in enumerate(real.flatten().tolist()) if is_real]
+        self.index = torch.tensor(index, device=real.device)
+
+    def packed(self, rows: Tensor) -> Tensor:
+        """[batch, rows, ...] as [1, n, ...]."""
+        return rows.flatten(0, 1).index_select(0, self.index)[None]
+
+    def padded(self, packed: Tensor) -> Tensor:
+        """[1, n, ...] as [batch, rows, ...], zeros in the padding."""
+        rows = packed.new_zeros(self.shape.numel(), *packed.shape[2:])
+        rows[self.index] = packed[0]
+        return rows.unflatten(0, self.shape)
+
+    def padded_heads(self, packed: Tensor) -> Tensor:
+        """[1, heads, n, size] as [batch, heads, rows, size], zeros in the padding."""
+        return self.padded(packed.transpose(1, 2)).transpose(1, 2)
+
+    def padded_inputs(self, packed: LayerInputs) -> LayerInputs:
+        """A layer's inputs with all rows."""
+        embeddings = packed.position_embeddings
+        if embeddings is not None:
+            embeddings = self.padded(embeddings[0]), self.padded(embeddings[1])
+        hidden = self.padded(packed.hidden)
+        return packed._replace(hidden=hidden, position_embeddings=embeddings)
 
 
 class RecurrentRows:

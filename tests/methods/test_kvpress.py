@@ -133,9 +133,10 @@ def test_the_tokens_are_those_that_the_press_compresses_to(choice):
         query, key, value = seen[layer]
         for at, length in enumerate(PROMPT):
             first = 200 - length
-            hidden = inputs[layer]["hidden_states"][at : at + 1, first:]
-            cos, sin = (part[-1:, first:] if len(part) == 1 else part[at : at + 1, first:]
-                        for part in inputs[layer]["position_embeddings"])  # fmt: skip
+            before = sum(PROMPT[:at])  # the model runs over the real rows of all sequences
+            own = slice(before, before + length)
+            hidden = inputs[layer]["hidden_states"][:, own]
+            cos, sin = (part[:, own] for part in inputs[layer]["position_embeddings"])
             keys, values = key[at : at + 1, :, first:].contiguous(), value[at : at + 1, :, first:].contiguous()
             weights = (query[at, :, first:].double() @ keys[0].double().repeat_interleave(2, 0).mT) * module.scaling
             weights = weights.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)[None]

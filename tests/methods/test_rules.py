@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from harness.model.attach import attach
+from harness.model.attached import Attached
 from harness.model.budgets import ReadStats
 from harness.model.prompts import PromptPass
 from harness.replay import decode_pass as passes
@@ -138,7 +139,7 @@ def replayed_and_counted(model, case: Case, **options) -> tuple[Geometry, Found,
         original = passes._Block._choose_tokens
         patch.setattr(passes._Block, "_choose_tokens", select)
         for layer in range(attached.geometry.num_layers):
-            note_input = partial(take_input, inputs.setdefault(layer, []))
+            note_input = partial(take_input, attached, inputs.setdefault(layer, []))
             hook = attention_of(model, layer).register_forward_pre_hook(note_input, with_kwargs=True)
             hooks.callback(hook.remove)
         reads = run(attached, case, sequences, [prompt for prompt, _ in BATCH], calls=CALLS, **options).reads
@@ -175,9 +176,10 @@ def replayed_and_counted(model, case: Case, **options) -> tuple[Geometry, Found,
     return geometry, found, reads
 
 
-def take_input(taken: list[torch.Tensor], _: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+def take_input(attached: Attached, taken: list[torch.Tensor], _: torch.nn.Module, args: tuple, kwargs: dict) -> None:
     """A hook before an attention module, which takes note of its input [batch, tokens, hidden]."""
-    taken.append(args[0] if args else kwargs["hidden_states"])
+    hidden = args[0] if args else kwargs["hidden_states"]
+    taken.append(hidden if attached.packing is None else attached.packing.padded(hidden))
 
 
 def plain_query(model, geometry: Geometry, layer: int, hidden: torch.Tensor) -> np.ndarray:

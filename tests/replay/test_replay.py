@@ -31,6 +31,7 @@ from tests.replaying import (
     assert_close,
     open_session,
     pad,
+    run,
     run_one,
     run_ragged,
     token_ids,
@@ -71,6 +72,19 @@ def test_a_padded_batch_is_its_sequences_alone(tiny_gqa, name):
     together = run_ragged(tiny_gqa, CASES[name]).logits
     for ids, (prompt, _), got in zip(RAGGED_IDS, RAGGED, together, strict=True):
         assert_close(got, run_one(tiny_gqa, CASES[name], ids, prompt).logits[0])
+
+
+def test_the_model_runs_over_no_padding(tiny_gqa):
+    num_rows = []
+
+    def count(_, args):
+        num_rows.append(args[0].shape[:2].numel())
+
+    with attach(tiny_gqa) as attached:
+        hook = tiny_gqa.model.layers[0].mlp.register_forward_pre_hook(count)
+        run(attached, CASES["full"], RAGGED_IDS, [prompt for prompt, _ in RAGGED])
+    hook.remove()
+    assert sum(num_rows) == sum(length for _, length in RAGGED)
 
 
 @pytest.mark.parametrize("name", [name for name in BATCHED if name in WIDE])
