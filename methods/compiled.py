@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 COMPILED = {"cuda"}
@@ -18,3 +19,11 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
     from methods import kernels  # Triton, which only a GPU needs
 
     return kernels
+
+
+def unpacks_pairs(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if rows of `PairCodec` are unpacked fast: to fp32 on a CPU for which torch has FBGEMM.
+    Elsewhere the call goes element by element."""
+    if device.type in COMPILED or device.type != "cpu" or dtype != torch.float32:
+        return False
+    return "fbgemm" in torch.backends.quantized.supported_engines

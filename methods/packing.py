@@ -1,7 +1,7 @@
 """Packing: codes of a few bits as bytes.
 
 Codes of 1, 2, 4 or 8 bits are packed in planes. With n = 8 / bits codes per byte, byte i holds
-elements i, i + width, ..., i + (n - 1) * width, the first in the lowest bits. Unpacking then writes
+elements i, i + width, ..., i + (n - 1) * width, the first in the lowest bits. Unpacking then joins
 n contiguous blocks.
 """
 
@@ -61,13 +61,16 @@ def pack_planes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_planes(packed: Tensor, bits: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Bytes [..., plane width] as codes [..., head_dim] in `dtype`."""
-    width = packed.shape[-1]
-    codes = torch.empty(*packed.shape[:-1], head_dim, dtype=dtype, device=packed.device)
-    for plane, start in enumerate(range(0, head_dim, width)):
-        block = codes[..., start : start + width]
-        shifted = packed >> (plane * bits) if plane else packed
-        if (plane + 1) * bits < 8:  # else nothing lies above these bits
-            shifted = shifted & (2**bits - 1)
-        block.copy_(shifted[..., : block.shape[-1]])
-    return codes
+    """Bytes [..., plane width] as codes [..., head_dim] in `dtype`, contiguous."""
+    if bits < 8:
+        if packed.is_cpu:
+            packed = packed.contiguous()  # it shifts and masks the bytes of slots one by one
+        planes = []
+        for shift in range(0, 8, bits):
+            plane = packed >> shift if shift else packed
+            if shift + bits < 8:  # else nothing lies above these bits
+                plane = plane & (2**bits - 1)
+            planes.append(plane)
+        packed = torch.cat(planes, -1)
+    codes = packed[..., :head_dim]
+    return codes.to(dtype, memory_format=torch.contiguous_format)

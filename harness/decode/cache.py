@@ -25,6 +25,7 @@ from harness.decode.store import (
     Chosen,
     KeyValue,
     KVStore,
+    PackedRows,
     SlotRequest,
     chosen,
     indices,
@@ -422,9 +423,11 @@ class LayerCache:
 
     # Attend
 
-    def parts(self, fetch: Fetch) -> list[KeyValue]:
+    def parts(self, fetch: Fetch) -> list[KeyValue | PackedRows]:
         """The cached rows: the fetched ones, then those that the device holds."""
-        return [self.store.format.unpack(fetch.cached)]
+        if self.store.format.values_in_keys:  # decoded once for both
+            return [self.store.format.unpack(fetch.cached)]
+        return [PackedRows(fetch.cached, self.store.format)]
 
     def as_slots_lie(self, scores: Tensor) -> Tensor:
         """Scores [..., slots] of the cached rows in place, and of the own row behind them, as a

@@ -33,7 +33,8 @@ from harness.settings.config import BEHIND_LINK, Placement
 from methods.base import Calibration, Geometry, Lengths, Method, PromptRows, QueryRows, State, When
 from methods.codecs.base import FLOAT_DTYPES
 from methods.codecs.floats import FloatCodec
-from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, codec_at, mean_bits
+from methods.codecs.split import AnyCodec, CacheCodec, SplitCodec, codec_at, in_pairs, mean_bits
+from methods.compiled import unpacks_pairs
 from methods.evicting import EvictingState
 from methods.full import Full
 
@@ -278,6 +279,8 @@ class Plan:
             if sizes.policy.window is not None:
                 continue
             codec = self.codec_of(sizes.policy)
+            if unpacks_pairs(device, self.model.dtype):
+                codec = in_pairs(codec, sizes.head_dim, sizes.value_dim)
             row_format = RowFormat(
                 codec, sizes.head_dim, self.model.dtype, sizes.value_dim, sizes.values_in_keys
             )

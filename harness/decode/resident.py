@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from harness.decode.cache import Fetch, Fetcher, LayerCache
 from harness.decode.share import BatchLengths, TokenBatch
-from harness.decode.store import KeyValue, KVStore, chosen, indices
+from harness.decode.store import KeyValue, KVStore, PackedRows, chosen, indices
 from harness.model.attention import dense_attention
 from harness.model.passes import LayerPrompt
 from harness.model.policies import Policy
@@ -76,7 +76,7 @@ class ValuesCache(LayerCache):
         self.fetched_keys = rebuilt(self.state, self.policy.number, slots)  # beside the transfer
         return slots
 
-    def parts(self, fetch: Fetch) -> list[KeyValue]:
+    def parts(self, fetch: Fetch) -> list[KeyValue | PackedRows]:
         rows = self.num_prompt + self.batch.steps
         rebuilt = KeyValue(self.fetched_keys, self.store.format.unpack(fetch.cached).values)
         return [rebuilt, KeyValue(self.keys[:, :, :rows], self.values[:, :, :rows])]
@@ -143,7 +143,7 @@ class ResidualCache(LayerCache):
         rows = self.batch.counts.rows(self.batch.steps + steps_ahead)
         return max(self.codec.stored(row.cached) for row in rows)
 
-    def parts(self, fetch: Fetch) -> list[KeyValue]:
+    def parts(self, fetch: Fetch) -> list[KeyValue | PackedRows]:
         last = KeyValue(self.keys[:, :, : self.ring_rows], self.values[:, :, : self.ring_rows])
         return [*super().parts(fetch), last]
 

@@ -188,7 +188,8 @@ class LiveSession:
         with launching_on(self.attached.device), sdpa_kernel(ROW_BACKENDS):
             step.begin()
             hidden = self.attached.forward(ids[:, None], positions[:, None], step, self.model_cache)
-        self.timeline.switch("other")
+            self.timeline.switch("other")
+            step.end()
         self.reads.count(positions[:, None], step.reads)
         self.batch.advance()
         logits = self.attached.logits(hidden[:, -1])

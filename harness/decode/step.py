@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.decode.cache import Fetch, LayerCache
 from harness.decode.reads import LayerRead
 from harness.decode.resident import LocalCache
-from harness.decode.store import KeyValue
+from harness.decode.store import KeyValue, PackedRows, RowFormat
 from harness.decode.timeline import Timeline
 from harness.model.attention import heads_last, row_attention, with_rest
 from harness.model.passes import Handler
@@ -39,7 +39,8 @@ class DecodeStep(Handler):
     reads: of each layer under the method, whose tensors a state may give to several layers of the
     step. rest: what stands for the tokens that a layer does not read, between its selection
     and its attention. bias_of_columns: of the layers that read all columns where some are hidden,
-    by dtype, and whether they lie in place.
+    by dtype, and whether they lie in place. own: rows that `end` packs, with their layers' caches,
+    by format and shape.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class DecodeStep(Handler):
         self.reads: list[LayerRead] = []
         self.rest: dict[LayerCache, Rest] = {}
         self.bias_of_columns: dict[tuple[torch.dtype, bool], Tensor] = {}
+        self.own: dict[tuple[RowFormat, torch.Size], list[tuple[LayerCache, KeyValue]]] = {}
 
     def begin(self) -> None:
         """Request the first layers' rows, unless the step before has: in the first step it has
@@ -65,6 +67,16 @@ class DecodeStep(Handler):
                 continue
             if cache is self.first or cache.fetcher.is_ahead:
                 self._request_early(cache, None)
+
+    def end(self) -> None:
+        """Write the own rows that are left, packed together: a row is small, and packing takes as
+        many calls for one layer as for all."""
+        for (row_format, _), layers in self.own.items():
+            keys = torch.cat([own.keys for _, own in layers])
+            values = torch.cat([own.values for _, own in layers])
+            packed = row_format.pack(keys, values).chunk(len(layers))
+            for (cache, _), rows in zip(layers, packed, strict=True):
+                cache.write_own(rows)
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         cache, own = self.caches[layer], KeyValue(key, value)
@@ -236,7 +248,11 @@ class DecodeStep(Handler):
 
         parts, visible = cache.parts(fetch), cache.visible(fetch)
         output = attend_by_scores(query, parts, own, visible, cache.policy.softmax, edit)
-        cache.keep_own(*own)
+        if cache.state is None and cache.share.link is None and type(cache) is LayerCache:
+            key = cache.store.format, own.keys.shape
+            self.own.setdefault(key, []).append((cache, own))
+        else:
+            cache.keep_own(*own)
         return output
 
 
@@ -280,7 +296,7 @@ def _new_bias(
 
 def attend_by_scores(
     query: Tensor,
-    parts: Sequence[KeyValue],
+    parts: Sequence[KeyValue | PackedRows],
     own: KeyValue,
     visible: Tensor | None,
     softmax: Softmax,
@@ -293,16 +309,17 @@ def attend_by_scores(
     num_kv_heads, 1, size]; visible: of the cached rows, bool [batch, 1 or num_kv_heads, 1, n], None
     for all. Returns [batch, num_kv_heads, group, 1, value_dim].
     """
-    all_rows = [*parts, own]
-    *cached, of_own_key = [softmax.scores(query, part.keys) for part in all_rows]
+    cached = [softmax.scores(query, part.keys) for part in parts]
+    of_own_key = softmax.scores(query, own.keys)
+    counts = [scores.shape[-1] for scores in cached]
     if visible is not None:
-        seen = visible.unsqueeze(2).split([scores.shape[-1] for scores in cached], -1)
+        seen = visible.unsqueeze(2).split(counts, -1)
         for number, of_part in enumerate(cached):
             cached[number] = torch.where(seen[number], of_part, float("-inf"))
     scores = torch.cat([*cached, of_own_key], -1)
     edit(scores)
     weights = softmax.weights(scores).to(own.values.dtype)[..., 0, :]
-    *of_parts, of_own = weights.split([part.keys.shape[2] for part in all_rows], -1)
+    *of_parts, of_own = weights.split([*counts, 1], -1)
     output = of_own * own.values  # [batch, kv, group, value_dim]
     for of_part, part in zip(of_parts, parts, strict=True):
         output = output + of_part @ part.values

@@ -161,16 +161,43 @@ class RowFormat:
     def unpack(self, rows: Tensor) -> KeyValue:
         """Keys and values from rows on the device; views of `rows` where the codec stores the
         compute dtype."""
-        if self.is_exact:
-            elements = rows.view(self.dtype)
-            keys = elements[..., : self.head_dim]
-            values = elements[..., self.head_dim : self.head_dim + self._value_size]
-            return KeyValue(keys, keys[..., : self._value_size] if self.values_in_keys else values)
-        keys = self.codec.keys.decode(rows[..., : self.key_bytes], self.head_dim, self.dtype)
+        keys = self.unpack_keys(rows)
         if self.values_in_keys:
             return KeyValue(keys, keys[..., : self._value_size])
+        return KeyValue(keys, self.unpack_values(rows))
+
+    def unpack_keys(self, rows: Tensor) -> Tensor:
+        """The keys of `unpack`."""
+        if self.is_exact:
+            return rows.view(self.dtype)[..., : self.head_dim]
+        return self.codec.keys.decode(rows[..., : self.key_bytes], self.head_dim, self.dtype)
+
+    def unpack_values(self, rows: Tensor) -> Tensor:
+        """The values of `unpack`, where they are stored."""
+        if self.is_exact:
+            return rows.view(self.dtype)[..., self.head_dim : self.elements]
         coded = rows[..., self.key_bytes : self.key_bytes + self._value_bytes]
-        return KeyValue(keys, self.codec.values.decode(coded, self._value_size, self.dtype))
+        return self.codec.values.decode(coded, self._value_size, self.dtype)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows on the device in place of a `KeyValue`. Keys and values are decoded when they are asked
+    for, so that a step need not hold both.
+
+    rows: uint8 [batch, num_kv_heads, n, slot_bytes].
+    """
+
+    rows: Tensor
+    format: RowFormat
+
+    @property
+    def keys(self) -> Tensor:
+        return self.format.unpack_keys(self.rows)
+
+    @property
+    def values(self) -> Tensor:
+        return self.format.unpack_values(self.rows)
 
 
 class KVStore:

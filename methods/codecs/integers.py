@@ -31,13 +31,14 @@ key_groups=channel residual=128`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor
 
 from methods.codecs.base import (
     Family,
+    RowCodec,
     collected,
     deal_out,
     dealt_bytes,
@@ -160,6 +161,37 @@ class IntegerCodec(Family):
         """lo and step, fp16 [..., num_groups, 1], from bytes [..., meta bytes]."""
         meta = packed.view(torch.float16).unflatten(-1, (self.num_groups(head_dim), 2))
         return meta[..., :1], meta[..., 1:]
+
+
+@dataclass(frozen=True)
+class PairCodec(IntegerCodec):
+    """`int4` in bytes that one call of torch unpacks to fp32, on a CPU in a quarter of the time.
+
+    A packed row is `[codes | step, lo (fp16)]` of each group in turn. Byte i of a group has the
+    codes of its elements 2i and 2i + 1, the first in the lower bits. Rows read back as those of
+    `IntegerCodec`, bit for bit, though the call may fuse product and sum: a code has 4 bits and a
+    step 11, so that fp32 holds their product exactly.
+    """
+
+    def encode(self, x: Tensor) -> Tensor:
+        codes, lo, step = self._quantize(x)
+        first, second = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+        scales = torch.cat([step, lo], -1).half().view(torch.uint8)
+        return torch.cat([first | (second << 4), scales], -1).flatten(-2)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        groups = packed.reshape(-1, packed.shape[-1] // self.num_groups(head_dim))
+        groups = groups.contiguous()  # the call knows no strides
+        values = torch.ops.quantized.embedding_bag_4bit_unpack(groups)
+        return values.view(*packed.shape[:-1], head_dim).to(dtype)
+
+
+def has_pairs(codec: RowCodec, size: int) -> TypeGuard[IntegerCodec]:
+    """True if `PairCodec` stores rows of `size` elements as `codec` does, in as many bytes."""
+    if not isinstance(codec, IntegerCodec) or not codec.is_plain or codec.bits != 4:
+        return False
+    group = min(codec.group_size, size)
+    return size % group == 0 and group % 4 == 0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ codecs of their own (`LayerCodecs`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import ClassVar, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from methods.codecs.base import Count, RowCodec
 from methods.codecs.floats import FloatCodec
+from methods.codecs.integers import PairCodec, has_pairs
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,19 @@ def of_keys_alone(codec: CacheCodec) -> CacheCodec:
         return SplitCodec(codec.keys, codec.keys, codec.residual)
 
     return _in_each_layer(codec, keys_alone)
+
+
+def in_pairs(codec: AnyCodec, head_dim: int, value_dim: int) -> AnyCodec:
+    """The codec with `PairCodec` in place of each half that has pairs; of one codec for both, only
+    if both have."""
+    keys, values = codec.keys, codec.values
+    if has_pairs(keys, head_dim):
+        keys = PairCodec(keys.name, keys.group_size)
+    if has_pairs(values, value_dim):
+        values = PairCodec(values.name, values.group_size)
+    if isinstance(codec, SplitCodec):
+        return replace(codec, keys=keys, values=values)
+    return keys if keys == values else codec
 
 
 def _in_each_layer(codec: CacheCodec, change: Callable[[AnyCodec], AnyCodec]) -> CacheCodec:

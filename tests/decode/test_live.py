@@ -1,18 +1,23 @@
 """Live decoding: prompts that are handed over, segments of a step."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
 from harness.decode import links as emulated
+from harness.decode import needs
 from harness.decode import timeline as timelines
 from harness.decode.timeline import SEGMENTS, Timeline
 from harness.model.prompts import run_prompt
+from methods.codecs.integers import PairCodec
 from tests.cases import CASES
 from tests.living import (
     PROMPT,
     PROMPTS,
     STEPS,
     attached_with_link,
+    force,
     live,
     open_live,
     token_batch,
@@ -42,6 +47,20 @@ def test_a_prompt_that_is_handed_over_is_as_good_as_ones_own(name):
             logits += [session.decode_step(ids[:, PROMPT + step]) for step in range(steps)]
             session.close()
             assert torch.equal(torch.stack(logits, 1), expected[:, : 1 + steps])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="rows are packed on the device")
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("name", ["int4", "kivi", "infinigen+int4"])
+def test_int4_reads_back_from_pairs_bit_for_bit(name, placement, monkeypatch):
+    logits = []
+    with attached_with_link() as (attached, link):
+        for has_call in (True, False):
+            monkeypatch.setattr(needs, "unpacks_pairs", lambda *_, answer=has_call: answer)
+            with closing(open_live(attached, CASES[name], placement=placement, link=link)) as session:
+                logits.append(force(session, PROMPTS["padded"]))
+                assert any(isinstance(store.codec.values, PairCodec) for store in session.stores) == has_call
+    assert torch.equal(*logits)
 
 
 class Clock:

@@ -18,9 +18,9 @@ from methods.codecs.base import FLOAT_DTYPES, RowCodec, hadamard
 from methods.codecs.blockgtq import BlockGtqCodec, allocated
 from methods.codecs.floats import STORED_DTYPES, FloatCodec, Nvfp4Codec
 from methods.codecs.ggml import GGML_BITS, GgmlCodec
-from methods.codecs.integers import INTEGER_BITS, ChannelCodec, IntegerCodec
+from methods.codecs.integers import INTEGER_BITS, ChannelCodec, IntegerCodec, PairCodec, has_pairs
 from methods.codecs.kvarn import KvarnCodec
-from methods.codecs.split import SplitCodec
+from methods.codecs.split import SplitCodec, in_pairs
 from methods.codecs.turbo import TURBO_BITS, TurboCodec, lloyd_max
 from tests.cases import CASES
 from tests.living import Crossed, attached_with_link, force, open_live
@@ -120,6 +120,33 @@ def test_packed_rows_read_back_as_the_roundtrip(codec, shape, seed, compute):
         unfinished = x[..., : codec.span - 1, :]
         assert torch.equal(codec.roundtrip(torch.cat([x, unfinished], -2))[..., x.shape[-2] :, :], unfinished)
         assert torch.equal(codec.roundtrip(unfinished), unfinished)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.sampled_from([4, 8, 32, 64]), st.integers(0, 3), seeds, st.sampled_from([1e-7, 1.0, 1e6]))
+def test_pairs_read_back_as_int4(groups, group_size, tokens, seed, scale):
+    head_dim = groups * group_size
+    x = rows((2, 3, tokens, head_dim), seed, scale)
+    plain, pairs = IntegerCodec("int4", group_size), PairCodec("int4", group_size)
+    assert has_pairs(plain, head_dim)
+    packed = pairs.encode(x)
+    assert packed.shape == (*x.shape[:-1], plain.row_bytes(head_dim))
+    expected = plain.decode(plain.encode(x), head_dim, torch.float32)
+    assert torch.equal(pairs.decode(packed, head_dim, torch.float32), expected)
+    behind = torch.cat([packed, packed], -1)[..., packed.shape[-1] :]
+    assert torch.equal(pairs.decode(behind, head_dim, torch.float32), expected)
+
+
+def test_rows_without_whole_pairs_stay_as_they_are():
+    rotated = IntegerCodec("int4", rotation="hadamard")
+    for codec in (IntegerCodec("int8"), rotated, ChannelCodec("int4"), FloatCodec("fp32")):
+        assert not has_pairs(codec, 64)
+    assert has_pairs(IntegerCodec("int4", 128), 64) and has_pairs(IntegerCodec("int4", 64), 128)
+    assert not has_pairs(IntegerCodec("int4", 64), 96) and not has_pairs(IntegerCodec("int4", 2), 64)
+    plain, pairs = IntegerCodec("int4", 64), PairCodec("int4", 64)
+    assert in_pairs(plain, 64, 64) == pairs and in_pairs(plain, 64, 96) == plain
+    split = SplitCodec(FloatCodec("fp32"), plain, residual=8)
+    assert in_pairs(split, 96, 64) == SplitCodec(FloatCodec("fp32"), pairs, residual=8)
 
 
 FOUR, KVARN4, KVARN2 = IntegerCodec("int4", 64), KvarnCodec("kvarn4"), KvarnCodec("kvarn2")
