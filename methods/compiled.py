@@ -23,7 +23,7 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
 
 def unpacks_pairs(device: torch.device, dtype: torch.dtype) -> bool:
     """True if rows of `PairCodec` are unpacked fast: to fp32 on a CPU for which torch has FBGEMM.
-    Elsewhere the call goes element by element."""
+    Elsewhere the call goes element by element, and the kernels know another order of bytes."""
     if device.type in COMPILED or device.type != "cpu" or dtype != torch.float32:
         return False
     return "fbgemm" in torch.backends.quantized.supported_engines
