@@ -248,7 +248,7 @@ class DecodeStep(Handler):
 
         parts, visible = cache.parts(fetch), cache.visible(fetch)
         output = attend_by_scores(query, parts, own, visible, cache.policy.softmax, edit)
-        # No one asks for the own row within the step, but a state, a link, or a cache of another kind.
+        # Within the step no one asks for the own row but a state, a link, or another kind of cache.
         if cache.state is None and cache.share.link is None and type(cache) is LayerCache:
             key = cache.store.format, own.keys.shape
             self.own.setdefault(key, []).append((cache, own))
