@@ -233,6 +233,7 @@ def test_a_layer_launches_few_kernels(gpu, label):
         "socket",
         "twilight",
         "vattention",
+        "yakv",
     ],
 )
 def test_advice_counts_what_a_step_launches(gpu, name):
