@@ -148,23 +148,20 @@ class Attached:
         num_rows = ids.shape[1]
         if num_rows > 1:
             require_embedded(ids, self.decoder.stack.get_input_embeddings())
-        is_padded = real is not None and not bool(real.all())
-        packing = None
-        if is_padded and not self.decoder.recurrent:
-            assert real is not None
-            packing = Packing(real)
-            ids, positions = packing.packed(ids), packing.packed(positions)
+        packing = None if real is None or bool(real.all()) else Packing(real)
         self._handler = handler
-        self.packing = packing
-        self._positions = positions
         self._cache = self.new_cache() if cache is None else cache
         if self.decoder.recurrent:
             self._recurrent_rows = RecurrentRows(
                 self._cache,
                 torch.ones_like(ids, dtype=torch.bool) if real is None else real,
-                is_padded=is_padded,
+                packing,
                 takes_rows=self.decoder.takes_rows,
             )
+        elif packing is not None:
+            ids, positions = packing.packed(ids), packing.packed(positions)
+            self.packing = packing
+        self._positions = positions
         try:
             with self._running():
                 output = self.decoder.stack(
@@ -173,16 +170,18 @@ class Attached:
                     past_key_values=self._cache,
                     use_cache=False,
                 )
+            hidden = output.last_hidden_state
+            if num_rows > 1:
+                require_in_range(hidden)
+            if self.packing is not None:
+                hidden = self.packing.padded(hidden)
         finally:
             self._handler = None
             self.packing = None
             self._recurrent_rows = None
             self._made.clear()
         self._cache.num_columns += num_rows
-        hidden = output.last_hidden_state
-        if num_rows > 1:
-            require_in_range(hidden)
-        return hidden if packing is None else packing.padded(hidden)
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -513,24 +512,24 @@ class Packing:
 class RecurrentRows:
     """Runs recurrent modules during one pass.
 
-    cache: of the batch. real: bool [batch, rows], False for padding. is_padded: some of `real` are
-    False. In a padded batch each sequence's own rows run alone, with its own state. Rows run one by
-    one where the module takes only one row after a state.
+    cache: of the batch. real: bool [batch, rows], False for padding. packing: of these rows; None
+    where all are real. In a padded batch each sequence's own rows run alone, with its own state.
+    Rows run one by one where the module takes only one row after a state.
     """
 
     def __init__(
-        self, cache: ModelCache, real: Tensor, *, is_padded: bool, takes_rows: bool
+        self, cache: ModelCache, real: Tensor, packing: Packing | None, *, takes_rows: bool
     ) -> None:
         self.cache = cache
         self.real = real
-        self.is_padded = is_padded
+        self.packing = packing
         self.one_by_one = not takes_rows and cache.num_columns > 0 and real.shape[1] > 1
 
     def run(self, module: nn.Module, forward: Callable[..., Any], call: Call) -> Any:
         """The output of a recurrent module, whose code is `forward`."""
-        if not self.is_padded and not self.one_by_one:
+        if self.packing is None and not self.one_by_one:
             return forward(*call.args, **call.kwargs)
-        if not self.is_padded:
+        if self.packing is None:
             rows = torch.arange(self.real.shape[1])
             return self._run_rows(forward, call, self.cache, slice(None), rows)
         layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -542,7 +541,8 @@ class RecurrentRows:
                 rows = real.nonzero().flatten()
                 outputs.append(self._run_rows(forward, call, fork, slice(at, at + 1), rows))
         self.cache.join_layer(layer, forks)
-        return tree_map(self._padded, *outputs)
+        packing = self.packing
+        return tree_map(lambda *parts: packing.padded(torch.cat(parts, 1)), *outputs)
 
     def _run_rows(
         self,
@@ -565,12 +565,6 @@ class RecurrentRows:
         if not self.one_by_one:
             return outputs[0]
         return tree_map(lambda *parts: torch.cat(parts, 1), *outputs)
-
-    def _padded(self, *parts: Tensor) -> Tensor:
-        """The outputs [1, n, ...] of all sequences as [batch, rows, ...], zeros in the padding."""
-        joined = parts[0].new_zeros(*self.real.shape, *parts[0].shape[2:])
-        joined[self.real] = torch.cat([part[0] for part in parts])
-        return joined
 
 
 def _part_of(call: Call, shape: torch.Size, sequences: slice, rows: Tensor) -> Call:
